@@ -1,0 +1,78 @@
+"""``python -m dspark``: the commands of the package. Each imports what it needs only when it is called."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from dspark.errors import DSparkError
+
+_EXIT_ERROR = 2
+_EXIT_INTERRUPTED = 130
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run a command and return its exit code; 2 for an error that the package explains itself."""
+    args = _parser().parse_args(argv)
+    try:
+        return int(args.run(args))
+    except DSparkError as error:
+        print(f"dspark {args.command}: {error}", file=sys.stderr)
+        return _EXIT_ERROR
+    except KeyboardInterrupt:
+        print(f"dspark {args.command}: interrupted", file=sys.stderr)
+        return _EXIT_INTERRUPTED
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="python -m dspark", description="DSPARK speculative decoding for SGLang.")
+    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+    _add_doctor(commands)
+    _add_demo(commands)
+    return parser
+
+
+def _add_doctor(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    parser = commands.add_parser("doctor", help="say whether this machine can serve DSPARK, and if not, why")
+    parser.add_argument("--model-path", help="target model, checked together with the draft")
+    parser.add_argument("--speculative-draft-model-path", help="draft checkpoint to check")
+    parser.add_argument("--device", choices=("cpu", "cuda"), help="default: cuda if there is one")
+    parser.add_argument("--json", action="store_true", help="print the findings as JSON")
+    parser.set_defaults(run=_doctor)
+
+
+def _add_demo(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    parser = commands.add_parser("demo", help="serve a small model with and without DSPARK, compare and time both")
+    parser.add_argument("--device", choices=("cpu", "cuda"), help="default: cuda if there is one")
+    parser.add_argument("--dtype", choices=("float32", "bfloat16"), help="default: float32 on cpu, bfloat16 on cuda")
+    parser.add_argument("--max-new-tokens", type=int, metavar="N", help="per prompt; default: 64 on cpu, 256 on cuda")
+    parser.add_argument("--port", type=int, help="port of both servers; default: a free one for each")
+    parser.add_argument("--assets", type=Path, metavar="FOLDER", help="default: the folder examples of the repository")
+    parser.add_argument(
+        "--near-tie-nats",
+        type=float,
+        default=0.05,
+        metavar="GAP",
+        help="on a GPU or in bfloat16, outputs may part where both tokens lie within GAP (default %(default)s) of the "
+        "best token's log-probability when the server without speculation scores the common prefix in one prefill",
+    )
+    parser.add_argument("--server-args", default="", metavar="FLAGS", help="further flags of both servers, one string")
+    parser.set_defaults(run=_demo)
+
+
+def _doctor(args: argparse.Namespace) -> int:
+    from dspark.host.doctor import main as doctor
+
+    return doctor(args)
+
+
+def _demo(args: argparse.Namespace) -> int:
+    from dspark.demo.run import main as demo
+
+    return demo(args)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,1 @@
+"""The block drafter: checkpoint formats, heads, proposal."""

@@ -1,0 +1,37 @@
+"""Requests that cannot be served get HTTP 400 with a reason; the server lives and nothing is ignored."""
+
+from __future__ import annotations
+
+from typing import Any
+
+# (test on the request, name of what was found)
+_UNSUPPORTED = (
+    (lambda req: req.return_logprob, "return_logprob (logprobs)"),
+    (lambda req: req.return_hidden_states, "return_hidden_states"),
+    (lambda req: req.sampling_params.json_schema, "json_schema (structured output)"),
+    (lambda req: req.sampling_params.regex, "regex (structured output)"),
+    (lambda req: req.sampling_params.ebnf, "ebnf (structured output)"),
+    (lambda req: req.sampling_params.structural_tag, "structural_tag (structured output)"),
+    (lambda req: req.sampling_params.frequency_penalty, "frequency_penalty"),
+    (lambda req: req.sampling_params.presence_penalty, "presence_penalty"),
+    (lambda req: req.sampling_params.repetition_penalty != 1.0, "repetition_penalty"),
+    (lambda req: req.sampling_params.min_new_tokens > 0, "min_new_tokens"),
+    (lambda req: req.custom_logit_processor, "custom_logit_processor"),
+    (lambda req: req.input_embeds is not None, "input_embeds"),
+    (lambda req: req.lora_id, "a LoRA adapter"),
+)
+
+
+def refusal(req: Any) -> str | None:
+    """Why a request cannot be served with DSPARK, or None if it can.
+
+    Args:
+        req: the host's ``Req``, sampling parameters normalised.
+    """
+    found = [name for test, name in _UNSUPPORTED if test(req)]
+    if not found:
+        return None
+    return (
+        f"This server decodes speculatively (DSPARK) and does not support {', '.join(found)} yet; "
+        "remove it from the request, or send the request to a server without --speculative-algorithm."
+    )

@@ -1,0 +1,152 @@
+"""Everything that depends on the host's version: which names are used, with which parameters.
+
+One table per supported release. A name that moved stops the server with the name; a new release becomes a new table
+(and, where a call differs, a function here that hides the difference), never an ``if`` in the worker.
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+import inspect
+import pkgutil
+from dataclasses import dataclass
+
+from dspark.errors import HostError
+
+
+@dataclass(frozen=True)
+class HostName:
+    """A name of the host that this package uses."""
+
+    path: str  # dotted path
+    parameters: tuple[str, ...] = ()  # parameters that must exist; empty: existence is enough
+
+
+_SRT = "sglang.srt."
+_TABLE_0_5_17 = (
+    # take-over
+    HostName(_SRT + "speculative.spec_info.SpeculativeAlgorithm.create_worker", ("self", "server_args")),
+    HostName(_SRT + "speculative.spec_info.SpeculativeAlgorithm.is_dspark", ("self",)),
+    HostName(_SRT + "arg_groups.speculative_hook._handle_dspark", ("server_args",)),
+    HostName(_SRT + "plugins.hook_registry.HookRegistry.register", ("target", "hook", "hook_type")),
+    # hooked
+    HostName(_SRT + "managers.scheduler.validate_dflash_request", ("req", "enable_overlap")),
+    HostName(_SRT + "mem_cache.kv_cache_configurator.get_req_to_token_extra_context_len", ("server_args",)),
+    HostName(
+        _SRT + "speculative.dflash_utils.scale_kv_cell_size_per_token_for_dflash",
+        ("target_cell_size_per_token", "target_num_layers", "draft_num_layers", "draft_cell_size_per_token"),
+    ),
+    HostName(
+        _SRT + "mem_cache.allocation.assign_req_to_token_pool_func",
+        ("req_pool_indices", "req_to_token", "start_offset", "end_offset", "out_cache_loc", "batch_size"),
+    ),
+    HostName(_SRT + "mem_cache.memory_pool.MHATokenToKVPool._init_kv_copy_and_warmup", ("self",)),
+    HostName(_SRT + "managers.overlap_utils.FutureMap._resolve_spec_extras", ("self", "batch")),
+    HostName(_SRT + "layers.rotary_embedding.base._is_cpu"),
+    HostName(_SRT + "models.registry.ModelRegistry.models"),
+    HostName(_SRT + "layers.attention.attention_registry.ATTENTION_BACKENDS"),
+    # worker
+    HostName(_SRT + "speculative.base_spec_worker.BaseSpecWorker"),
+    HostName(
+        _SRT + "speculative.draft_worker_common.build_draft_tp_worker",
+        ("server_args", "gpu_id", "ps", "nccl_port", "target_model_config", "algo_label", "attention_backend_override"),
+    ),
+    HostName(_SRT + "speculative.draft_worker_common.make_draft_input_v2", ("bonus_tokens", "new_seq_lens")),
+    HostName(
+        _SRT + "managers.tp_worker.TpModelWorker.forward_batch_generation",
+        ("self", "batch", "forward_batch", "is_verify", "skip_attn_backend_init", "capture_hidden_mode"),
+    ),
+    HostName(
+        _SRT + "managers.scheduler.GenerationBatchResult",
+        (
+            "logits_output",
+            "next_token_ids",
+            "accept_lens",
+            "new_seq_lens",
+            "next_draft_input",
+            "can_run_cuda_graph",
+            "speculative_num_draft_tokens",
+        ),
+    ),
+    HostName(
+        _SRT + "speculative.dflash_info.DFlashVerifyInput",
+        ("draft_token", "positions", "draft_token_num", "custom_mask", "capture_hidden_mode"),
+    ),
+    HostName(_SRT + "speculative.dflash_info.DFlashVerifyInput.prepare_for_verify", ("batch", "target_worker")),
+    HostName(
+        _SRT + "speculative.dflash_info_v2.DFlashDraftInputV2",
+        ("bonus_tokens", "new_seq_lens", "reserved_seq_lens_cpu", "reserved_seq_lens_sum"),
+    ),
+    HostName(
+        _SRT + "model_executor.forward_batch_info.ForwardBatch",
+        ("forward_mode", "batch_size", "input_ids", "req_pool_indices", "seq_lens", "out_cache_loc", "positions", "spec_info"),
+    ),
+    HostName(_SRT + "model_executor.forward_batch_info.compute_position", ("attn_backend", "extend_prefix_lens")),
+    HostName(_SRT + "model_executor.model_runner.ModelRunner.forward", ("self", "forward_batch")),
+    HostName(_SRT + "sampling.sampling_batch_info.SamplingBatchInfo.apply_logits_bias", ("self", "logits")),
+    # draft network
+    HostName(_SRT + "layers.linear.QKVParallelLinear", ("hidden_size", "head_size", "total_num_heads", "total_num_kv_heads")),
+    HostName(_SRT + "layers.linear.MergedColumnParallelLinear", ("input_size", "output_sizes")),
+    HostName(_SRT + "layers.linear.RowParallelLinear", ("input_size", "output_size")),
+    HostName(_SRT + "layers.radix_attention.RadixAttention", ("num_heads", "head_dim", "scaling", "num_kv_heads", "layer_id", "attn_type")),
+    HostName(_SRT + "layers.rotary_embedding.get_rope", ("head_size", "rotary_dim", "max_position", "base")),
+    HostName(_SRT + "mem_cache.memory_pool.KVWriteLoc", ("loc",)),
+    HostName(_SRT + "layers.attention.torch_native_backend.TorchNativeAttnBackend", ("model_runner",)),
+)
+
+TABLES: dict[str, tuple[HostName, ...]] = {"0.5.17": _TABLE_0_5_17}
+
+
+def host_version() -> str:
+    """Version of the installed SGLang.
+
+    Raises:
+        HostError: SGLang is not installed.
+    """
+    try:
+        return importlib.metadata.version("sglang")
+    except importlib.metadata.PackageNotFoundError:
+        raise HostError(f"found no sglang; required is one of {', '.join(TABLES)}; pip install sglang=={next(iter(TABLES))}") from None
+
+
+def _parameters(target: object) -> set[str]:
+    try:
+        return set(inspect.signature(target).parameters)  # type: ignore[arg-type]
+    except (TypeError, ValueError):
+        return set()
+
+
+def problems(table: tuple[HostName, ...]) -> list[str]:
+    """Every name of a table that the installed host does not have as described."""
+    found = []
+    for name in table:
+        try:
+            target = pkgutil.resolve_name(name.path)
+        except (ImportError, AttributeError) as error:
+            found.append(f"{name.path} ({error})")
+            continue
+        missing = set(name.parameters) - _parameters(target) if name.parameters else set()
+        if missing:
+            found.append(f"{name.path} (no parameter {', '.join(sorted(missing))})")
+    return found
+
+
+def check(version: str | None = None) -> None:
+    """Refuse a host that this package does not know.
+
+    Args:
+        version: the host's version; the installed one if None.
+
+    Raises:
+        HostError: unknown version, or a name of its table has moved.
+    """
+    version = host_version() if version is None else version
+    known = ", ".join(TABLES)
+    if version not in TABLES:
+        raise HostError(
+            f"found sglang {version}; this version of sglang-dspark knows {known}; install one of these, or set "
+            "SGLANG_DSPARK_IMPL=builtin for the host's own worker"
+        )
+    moved = problems(TABLES[version])
+    if moved:
+        raise HostError(f"found sglang {version} without: {'; '.join(moved)}; known to work is {known} as released; reinstall it")

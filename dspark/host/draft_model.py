@@ -1,0 +1,259 @@
+"""The draft network on SGLang's layers, registered for the architecture names of DeepSpec checkpoints.
+
+A Qwen3-style decoder without embedding and LM head (both are the target's). Its attention reads two kinds of KV from
+one cache: *context* KV, made from the target's hidden states by :meth:`DSparkDraftNet.context_kv`, and the KV of the
+current block. Source: DSpark paper eqs. (2) and (3).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import torch
+from sglang.srt.distributed.communication_op import tensor_model_parallel_all_gather
+from sglang.srt.layers.activation import SiluAndMul
+from sglang.srt.layers.layernorm import RMSNorm
+from sglang.srt.layers.linear import MergedColumnParallelLinear, QKVParallelLinear, RowParallelLinear
+from sglang.srt.layers.logits_processor import LogitsProcessorOutput
+from sglang.srt.layers.quantization.base_config import QuantizationConfig
+from sglang.srt.layers.radix_attention import AttentionType, RadixAttention
+from sglang.srt.layers.rotary_embedding import get_rope
+from sglang.srt.mem_cache.memory_pool import KVWriteLoc
+from sglang.srt.model_executor.forward_batch_info import ForwardBatch
+from sglang.srt.model_loader.weight_utils import default_weight_loader
+from sglang.srt.runtime_context import get_parallel, get_server_args
+from torch import nn
+
+from dspark.drafter.checkpoint import SHARED_PREFIXES
+from dspark.drafter.heads import build_confidence_head, build_markov_head
+from dspark.drafter.spec import DraftSpec
+from dspark.errors import CheckpointError, ConfigError
+from dspark.host.arguments import draft_spec_of
+
+_STACKED = (
+    # (checkpoint name, parameter here, shard)
+    ("q_proj", "qkv_proj", "q"),
+    ("k_proj", "qkv_proj", "k"),
+    ("v_proj", "qkv_proj", "v"),
+    ("gate_proj", "gate_up_proj", 0),
+    ("up_proj", "gate_up_proj", 1),
+)
+
+
+class DraftAttention(nn.Module):
+    """Grouped-query attention of a draft layer; inside the block it looks in both directions."""
+
+    def __init__(self, spec: DraftSpec, layer_id: int, quant_config: QuantizationConfig | None) -> None:
+        super().__init__()
+        tp_size = get_parallel().tp_size
+        if spec.num_heads % tp_size or (spec.num_kv_heads % tp_size and tp_size % spec.num_kv_heads):
+            raise ConfigError(
+                f"found --tp-size {tp_size} for a draft with {spec.num_heads} heads and {spec.num_kv_heads} KV heads; the heads must divide "
+                "evenly; choose a tensor-parallel size that divides them"
+            )
+        self.head_dim = spec.head_dim
+        self.num_heads = spec.num_heads // tp_size
+        self.num_kv_heads = max(1, spec.num_kv_heads // tp_size)
+        self.q_size = self.num_heads * spec.head_dim
+        self.kv_size = self.num_kv_heads * spec.head_dim
+        self.qkv_proj = QKVParallelLinear(
+            hidden_size=spec.hidden_size,
+            head_size=spec.head_dim,
+            total_num_heads=spec.num_heads,
+            total_num_kv_heads=spec.num_kv_heads,
+            bias=spec.attention_bias,
+            quant_config=quant_config,
+            prefix=f"layers.{layer_id}.self_attn.qkv_proj",
+        )
+        self.o_proj = RowParallelLinear(
+            spec.num_heads * spec.head_dim,
+            spec.hidden_size,
+            bias=spec.attention_bias,
+            quant_config=quant_config,
+            prefix=f"layers.{layer_id}.self_attn.o_proj",
+        )
+        self.q_norm = RMSNorm(spec.head_dim, eps=spec.rms_norm_eps)
+        self.k_norm = RMSNorm(spec.head_dim, eps=spec.rms_norm_eps)
+        self.rotary_emb = get_rope(
+            spec.head_dim,
+            rotary_dim=spec.head_dim,
+            max_position=spec.max_position,
+            base=spec.rope_theta,
+            rope_scaling=spec.rope_scaling,
+            is_neox_style=True,
+        )
+        self.attn = RadixAttention(
+            num_heads=self.num_heads,
+            head_dim=spec.head_dim,
+            scaling=spec.head_dim**-0.5,
+            num_kv_heads=self.num_kv_heads,
+            layer_id=layer_id,
+            attn_type=AttentionType.ENCODER_ONLY,
+        )
+
+    def _normed(self, norm: RMSNorm, x: torch.Tensor) -> torch.Tensor:
+        return norm(x.reshape(-1, self.head_dim)).view(x.shape)
+
+    def forward(self, positions: torch.Tensor, hidden: torch.Tensor, forward_batch: ForwardBatch) -> torch.Tensor:
+        """[N, H] -> [N, H]; writes the block's K and V to the cache."""
+        qkv, _ = self.qkv_proj(hidden)
+        q, k, v = qkv.split([self.q_size, self.kv_size, self.kv_size], dim=-1)
+        q, k = self.rotary_emb(positions, self._normed(self.q_norm, q), self._normed(self.k_norm, k))
+        out, _ = self.o_proj(self.attn(q, k, v, forward_batch))
+        return out
+
+    def context_kv(self, context: torch.Tensor, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """K and V of context tokens: [N, H] projected features -> two [N, kv_heads, head_dim]."""
+        qkv, _ = self.qkv_proj(context)  # works for quantised layers too; Q is a small, unused part
+        _, k, v = qkv.split([self.q_size, self.kv_size, self.kv_size], dim=-1)
+        k = self._normed(self.k_norm, k)
+        # RoPE kernels want a query with the head count of the key; its result is dropped.
+        _, k = self.rotary_emb(positions, torch.zeros_like(k), k)
+        return k.reshape(-1, self.num_kv_heads, self.head_dim), v.reshape(-1, self.num_kv_heads, self.head_dim)
+
+
+class DraftMLP(nn.Module):
+    """SwiGLU feed-forward."""
+
+    def __init__(self, spec: DraftSpec, layer_id: int, quant_config: QuantizationConfig | None) -> None:
+        super().__init__()
+        self.gate_up_proj = MergedColumnParallelLinear(
+            spec.hidden_size,
+            [spec.intermediate_size] * 2,
+            bias=False,
+            quant_config=quant_config,
+            prefix=f"layers.{layer_id}.mlp.gate_up_proj",
+        )
+        self.down_proj = RowParallelLinear(
+            spec.intermediate_size,
+            spec.hidden_size,
+            bias=False,
+            quant_config=quant_config,
+            prefix=f"layers.{layer_id}.mlp.down_proj",
+        )
+        self.act_fn = SiluAndMul()
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        gate_up, _ = self.gate_up_proj(hidden)
+        out, _ = self.down_proj(self.act_fn(gate_up))
+        return out
+
+
+class DraftLayer(nn.Module):
+    """Pre-norm decoder layer."""
+
+    def __init__(self, spec: DraftSpec, layer_id: int, quant_config: QuantizationConfig | None) -> None:
+        super().__init__()
+        self.input_layernorm = RMSNorm(spec.hidden_size, eps=spec.rms_norm_eps)
+        self.self_attn = DraftAttention(spec, layer_id, quant_config)
+        self.post_attention_layernorm = RMSNorm(spec.hidden_size, eps=spec.rms_norm_eps)
+        self.mlp = DraftMLP(spec, layer_id, quant_config)
+
+    def forward(
+        self, positions: torch.Tensor, hidden: torch.Tensor, residual: torch.Tensor | None, forward_batch: ForwardBatch
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        if residual is None:
+            residual, hidden = hidden, self.input_layernorm(hidden)
+        else:
+            hidden, residual = self.input_layernorm(hidden, residual)
+        hidden = self.self_attn(positions, hidden, forward_batch)
+        hidden, residual = self.post_attention_layernorm(hidden, residual)
+        return self.mlp(hidden), residual
+
+
+class DSparkDraftNet(nn.Module):
+    """Parallel backbone, sequential head and confidence head of a dense DSpark drafter."""
+
+    def __init__(self, config: object, quant_config: QuantizationConfig | None = None, prefix: str = "") -> None:
+        del config, prefix  # the host's view of the configuration; ours is the DraftSpec
+        super().__init__()
+        spec = draft_spec_of(get_server_args())
+        self.spec = spec
+        self.fc = nn.Linear(len(spec.target_layer_ids) * spec.hidden_size, spec.hidden_size, bias=False)
+        self.hidden_norm = RMSNorm(spec.hidden_size, eps=spec.rms_norm_eps)
+        self.layers = nn.ModuleList(DraftLayer(spec, i, quant_config) for i in range(spec.num_layers))
+        self.norm = RMSNorm(spec.hidden_size, eps=spec.rms_norm_eps)
+        self.markov_head = build_markov_head(spec)
+        self.confidence_head = build_confidence_head(spec)
+        self._shared: dict[str, nn.Module] = {}  # a dict keeps the target's modules out of this one's parameters
+
+    def share(self, embedding: nn.Module, lm_head: nn.Module) -> None:
+        """Use the target's embedding and LM head."""
+        self._shared = {"embedding": embedding, "lm_head": lm_head}
+
+    def get_input_embeddings(self) -> nn.Module:
+        """The target's embedding."""
+        return self._shared["embedding"]
+
+    @torch.no_grad()
+    def forward(
+        self, input_ids: torch.Tensor, positions: torch.Tensor, forward_batch: ForwardBatch, **_: object
+    ) -> LogitsProcessorOutput:
+        """[R * G] ids and positions -> final-normed hidden states [R * G, H] (no logits: see ``base_logits``)."""
+        hidden = self._shared["embedding"](input_ids)
+        residual = None
+        for layer in self.layers:
+            hidden, residual = layer(positions, hidden, residual, forward_batch)
+        hidden, _ = self.norm(hidden, residual)
+        return LogitsProcessorOutput(next_token_logits=None, hidden_states=hidden)
+
+    def base_logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        """[..., H] -> [..., V]: the target's LM head on draft hidden states, padding of the vocabulary cut off."""
+        head = self._shared["lm_head"]
+        logits = torch.matmul(hidden.to(head.weight.dtype), head.weight.T)
+        if get_parallel().tp_size > 1:
+            logits = tensor_model_parallel_all_gather(logits, dim=-1)
+        return logits[..., : self.spec.vocab_size]
+
+    @torch.no_grad()
+    def write_context(self, pool: object, features: torch.Tensor, positions: torch.Tensor, slots: torch.Tensor) -> None:
+        """Project target features and store the context KV of every layer (paper eqs. 2 and 3).
+
+        Args:
+            pool: the draft's KV pool.
+            features: [N, m * H] hidden states of the tapped target layers.
+            positions: [N] int64, true positions. slots: [N] int64, KV slots, shared with the target.
+        """
+        context = self.hidden_norm(self.fc(features.to(self.fc.weight.dtype)))
+        for layer in self.layers:
+            k, v = layer.self_attn.context_kv(context, positions)
+            pool.set_kv_buffer(layer.self_attn.attn, KVWriteLoc(slots), k, v)  # type: ignore[attr-defined]
+
+    def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
+        """Load a DeepSpec checkpoint.
+
+        Raises:
+            CheckpointError: a tensor fits no parameter, or a parameter got no tensor.
+        """
+        parameters = dict(self.named_parameters())
+        untouched = set(parameters)
+        for name, tensor in weights:
+            if name.startswith(SHARED_PREFIXES):
+                continue
+            target, shard = _parameter_of(name)
+            if target not in parameters:
+                raise CheckpointError(f"found the tensor {name!r}, which fits no part of this draft; download the checkpoint again")
+            parameter = parameters[target]
+            loader = getattr(parameter, "weight_loader", default_weight_loader)
+            loader(parameter, tensor) if shard is None else loader(parameter, tensor, shard)
+            untouched.discard(target)
+        if untouched:
+            raise CheckpointError(f"found no tensors for {', '.join(sorted(untouched))}; download the checkpoint again")
+
+
+def _parameter_of(name: str) -> tuple[str, str | int | None]:
+    for stored, parameter, shard in _STACKED:
+        if f".{stored}." in name and name.startswith("layers."):
+            return name.replace(f".{stored}.", f".{parameter}."), shard
+    return name, None
+
+
+class Qwen3DSparkModel(DSparkDraftNet):
+    """DeepSpec's architecture name."""
+
+
+class DSparkDraftModel(DSparkDraftNet):
+    """The other architecture name in use for dense drafts."""
+
+
+ARCHITECTURES = {model.__name__: model for model in (Qwen3DSparkModel, DSparkDraftModel)}

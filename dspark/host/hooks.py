@@ -1,0 +1,110 @@
+"""Hooks on the host, registered through its own registry. Each one says which fact of the host makes it necessary."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from sglang.srt.plugins.hook_registry import HookRegistry, HookType
+
+_ADMISSION = "sglang.srt.managers.scheduler.validate_dflash_request"
+_ROW_WIDTH = "sglang.srt.mem_cache.kv_cache_configurator.get_req_to_token_extra_context_len"
+_KV_BYTES = "sglang.srt.speculative.dflash_utils.scale_kv_cell_size_per_token_for_dflash"
+_RESERVE_WRITE = "sglang.srt.mem_cache.allocation.assign_req_to_token_pool_func"
+_KV_COPY = "sglang.srt.mem_cache.memory_pool.MHATokenToKVPool._init_kv_copy_and_warmup"
+_RELAY_READ = "sglang.srt.managers.overlap_utils.FutureMap._resolve_spec_extras"
+
+TARGETS = (_ADMISSION, _ROW_WIDTH, _KV_BYTES, _RESERVE_WRITE, _RELAY_READ, _KV_COPY)
+
+
+def register() -> None:
+    """Register all hooks; the host applies them after the last plugin has run."""
+    HookRegistry.register(_ADMISSION, _admit, HookType.AROUND)
+    HookRegistry.register(_ROW_WIDTH, _row_headroom, HookType.AROUND)
+    HookRegistry.register(_KV_BYTES, _kv_cell_bytes, HookType.AROUND)
+    HookRegistry.register(_RESERVE_WRITE, _write_reserve, HookType.AROUND)
+    HookRegistry.register(_RELAY_READ, _read_relay, HookType.AROUND)
+    HookRegistry.register(_KV_COPY, _prepare_kv_copy, HookType.AROUND)
+    from dspark.host import cpu
+
+    cpu.install_if_no_gpu()
+
+
+def _serves_dspark() -> bool:
+    from sglang.srt.runtime_context import get_server_args
+
+    return get_server_args().speculative_algorithm == "DSPARK"
+
+
+def _admit(original: Callable[..., Any], req: Any, enable_overlap: bool) -> str | None:
+    """The host checks DFLASH and DSPARK requests with one function that knows only two limits."""
+    if not _serves_dspark():
+        return original(req, enable_overlap)
+    from dspark.host.admission import refusal
+
+    return refusal(req)
+
+
+def _row_headroom(original: Callable[..., Any], server_args: Any) -> int:
+    """A decode step reserves two windows ahead; the host's rows are wider than the context by one only.
+
+    Near the context limit the reserve would spill into the next request's row and leak slots.
+    """
+    extra = original(server_args)
+    if server_args.speculative_algorithm != "DSPARK":
+        return extra
+    return max(extra, 2 * server_args.speculative_num_draft_tokens + server_args.page_size + 4)
+
+
+def _kv_cell_bytes(original: Callable[..., Any], **kwargs: Any) -> int:
+    """The host guesses the draft's KV bytes per token from the target's geometry; ours come from the checkpoint."""
+    if not _serves_dspark():
+        return original(**kwargs)
+    from dspark.host.memory import draft_kv_bytes_per_token
+
+    return original(**kwargs | {"draft_cell_size_per_token": draft_kv_bytes_per_token()})
+
+
+def _write_reserve(original: Callable[..., Any], *args: Any, **kwargs: Any) -> None:
+    """The host writes reserved slots with a Triton kernel; a CPU needs the same in torch."""
+    req_to_token = kwargs["req_to_token"] if "req_to_token" in kwargs else args[1]
+    if req_to_token.device.type != "cpu":
+        original(*args, **kwargs)
+        return
+    from dspark.host.cpu import write_reserved_slots
+
+    names = ("req_pool_indices", "req_to_token", "start_offset", "end_offset", "out_cache_loc")
+    values = dict(zip(names, args, strict=False)) | {k: v for k, v in kwargs.items() if k in names}
+    write_reserved_slots(**values)
+
+
+def _read_relay(original: Callable[..., Any], self: Any, batch: Any) -> None:
+    """Reading the relay records a stream on a tensor, which torch does not offer for CPU tensors."""
+    draft_input = batch.spec_info
+    if not self.spec_algo.is_dspark() or torch.device(self.device).type != "cpu" or draft_input is None:
+        original(self, batch)
+        return
+    indices = draft_input.future_indices
+    if indices.shape[0]:
+        draft_input.bonus_tokens = self.output_tokens_buf[indices]
+        draft_input.dsa_topk_indices = None
+
+
+def _prepare_kv_copy(original: Callable[..., Any], self: Any) -> None:
+    """The host warms up a Triton kernel that moves KV between tree branches; a chain never moves KV."""
+    if torch.device(self.device).type == "cpu":
+        self._kv_copy_config = None
+    else:
+        original(self)
+
+
+def request_seed(rid: str, server_seed: int) -> int:
+    """A request's noise seed when it brings none: the same on every rank, different for every request.
+
+    Returns:
+        A non-negative 63-bit integer.
+    """
+    digest = hashlib.blake2b(f"{server_seed}/{rid}".encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "little") >> 1

@@ -1,0 +1,259 @@
+"""The speculative worker that the host's scheduler drives."""
+
+from __future__ import annotations
+
+import logging
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from sglang.srt.distributed.parallel_state_wrapper import ParallelState
+from sglang.srt.managers.schedule_batch import ScheduleBatch
+from sglang.srt.managers.scheduler import GenerationBatchResult
+from sglang.srt.managers.tp_worker import TpModelWorker
+from sglang.srt.model_executor.forward_batch_info import CaptureHiddenMode, compute_position
+from sglang.srt.models.registry import ModelRegistry
+from sglang.srt.server_args import ServerArgs
+from sglang.srt.speculative.base_spec_worker import BaseSpecWorker
+from sglang.srt.speculative.dflash_info_v2 import DFlashDraftInputV2
+from sglang.srt.speculative.draft_worker_common import build_draft_tp_worker, make_draft_input_v2
+
+from dspark.config import Settings
+from dspark.errors import HostError
+from dspark.host import compat, takeover
+from dspark.host.arguments import draft_spec_of
+from dspark.host.batch import SeedTable, decode_batch, sampling_rows
+from dspark.host.draft_model import ARCHITECTURES
+from dspark.host.networks import HostDraftNet, HostTargetNet
+from dspark.worker.records import StepRecorder
+from dspark.worker.step import DecodeStep, first_tokens
+
+logger = logging.getLogger("dspark")
+
+Publish = Callable[..., None]
+_BUILTIN_PREFIXES = (
+    "sglang.srt.speculative.dspark_components.",
+    "sglang.kernels.ops.speculative.dspark.",
+    "sglang.srt.models.dspark",
+    "sglang.srt.models.deepseek_v4_dspark",
+)
+
+
+class DSparkWorker(BaseSpecWorker):
+    """Drafts with its own network on a draft model runner that shares the target's slots, and verifies with the target.
+
+    The scheduler calls :meth:`forward_batch_generation` with prefill and decode batches, on its forward stream under
+    overlap scheduling, synchronously (without ``on_publish``) otherwise.
+    """
+
+    def __init__(
+        self, server_args: ServerArgs, gpu_id: int, ps: ParallelState, nccl_port: int, target_worker: TpModelWorker
+    ) -> None:
+        super().__init__()
+        self.server_args = server_args
+        self.spec = draft_spec_of(server_args)
+        self.settings = Settings.from_environment()
+        self._target_worker = target_worker
+        self.model_runner = target_worker.model_runner
+        self.device = target_worker.device
+        ModelRegistry.models.update(ARCHITECTURES)
+        bundle = build_draft_tp_worker(
+            server_args=server_args,
+            gpu_id=gpu_id,
+            ps=ps,
+            nccl_port=nccl_port,
+            target_model_config=self.model_runner.model_config,
+            algo_label="DSPARK",
+            attention_backend_override=server_args.speculative_draft_attention_backend,
+        )
+        self._draft_worker = bundle.draft_worker
+        self.draft_model_runner = bundle.draft_model_runner
+        self._share_target_modules()
+        self._window = torch.arange(self.spec.window, dtype=torch.int64, device=self.device)
+        self._draft_net = HostDraftNet(self.draft_model_runner, self.spec.mask_token_id)
+        self._target_net = HostTargetNet(target_worker)
+        self._step = DecodeStep(self._draft_net, self._target_net)
+        self._recorder = StepRecorder() if self.settings.record_steps else None
+        self._seeds: SeedTable | None = None
+        if ps.tp_rank == 0:
+            logger.info(
+                "dspark %s serves DSPARK on sglang %s: gamma=%d mode=%s draft=%s attention=%s/%s device=%s",
+                takeover.version(),
+                compat.host_version(),
+                self.spec.gamma,
+                self.settings.verify_mode,
+                type(self.draft_model_runner.model).__name__,
+                server_args.attention_backend,
+                bundle.resolved_attention_backend,
+                self.device,
+            )
+
+    def _share_target_modules(self) -> None:
+        model = self.model_runner.model
+        lm_head = getattr(model, "lm_head", None)
+        embedding = model.get_input_embeddings() if hasattr(model, "get_input_embeddings") else model.model.embed_tokens
+        if lm_head is None or not hasattr(lm_head, "weight"):
+            raise HostError(
+                f"found no lm_head.weight in the target {type(model).__name__}; the drafter shares the target's LM head; "
+                "serve a model with one"
+            )
+        self.draft_model_runner.model.share(embedding, lm_head)
+
+    # -- start-up, called by the scheduler in this order -------------------------------------------------------------
+
+    def alloc_memory_pool(
+        self, memory_pool_config: Any = None, req_to_token_pool: Any = None, token_to_kv_pool_allocator: Any = None
+    ) -> None:
+        """Allocate the draft's KV pool; request rows and slots are the target's."""
+        super().alloc_memory_pool(memory_pool_config, req_to_token_pool, token_to_kv_pool_allocator)
+        rows = req_to_token_pool.req_to_token.shape[0]
+        self._seeds = SeedTable(rows, self.device, self._target_worker.random_seed)
+
+    def init_cuda_graphs(self) -> None:
+        """The draft runs eagerly."""
+        self._draft_worker.init_cuda_graphs(capture_decode_cuda_graph=False)
+
+    @property
+    def spec_v2_attn_backends(self) -> tuple[Any, ...]:
+        """Both backends; the scheduler keeps host lengths if either needs them."""
+        return (self.model_runner.attn_backend, self.draft_model_runner.attn_backend)
+
+    # -- forward -----------------------------------------------------------------------------------------------------
+
+    def forward_batch_generation(
+        self, batch: ScheduleBatch, on_publish: Publish | None = None, grammar_barrier: Any = None
+    ) -> GenerationBatchResult:
+        """Run one prefill or decode batch of the scheduler."""
+        del grammar_barrier  # grammars are refused at admission
+        publish = on_publish or (lambda lengths: None)
+        if batch.forward_mode.is_extend() or batch.is_extend_in_batch:
+            return self._prefill(batch, publish)
+        return self._decode(batch, publish)
+
+    @torch.inference_mode()
+    def _prefill(self, batch: ScheduleBatch, publish: Publish) -> GenerationBatchResult:
+        """Prefill the target, sample the first tokens, and give the draft the prompt's context KV."""
+        assert self._seeds is not None
+        self._seeds.write(batch)
+        result = self._target_worker.forward_batch_generation(
+            batch, is_verify=not batch.is_prefill_only, capture_hidden_mode=CaptureHiddenMode.FULL
+        )
+        if not batch.is_prefill_only:
+            logits = result.logits_output.next_token_logits
+            info = batch.sampling_info
+            info.apply_logits_bias(logits)
+            rows = sampling_rows(info, self._seeds.read(batch.req_pool_indices))
+            result.next_token_ids = first_tokens(logits, rows, batch.seq_lens.to(torch.int64) - 1)
+        result.new_seq_lens = batch.seq_lens
+        publish(batch.seq_lens)
+        # Before this returns: the scheduler may move the prompt into the prefix cache and change its slots.
+        self._inject_prompt(batch, result)
+        result.next_draft_input = make_draft_input_v2(bonus_tokens=result.next_token_ids, new_seq_lens=batch.seq_lens)
+        return result
+
+    def _inject_prompt(self, batch: ScheduleBatch, result: GenerationBatchResult) -> None:
+        output = result.logits_output
+        features, output.hidden_states = output.hidden_states, None
+        prefix = torch.tensor(batch.prefix_lens, dtype=torch.int32, device=self.device)
+        extend = torch.tensor(batch.extend_lens, dtype=torch.int32, device=self.device)
+        positions, _ = compute_position(self.server_args.attention_backend, prefix, extend, sum(batch.extend_lens))
+        count = batch.out_cache_loc.shape[0]
+        self._draft_net.inject(features[:count], positions.to(torch.int64), batch.out_cache_loc.to(torch.int64))
+
+    @torch.inference_mode()
+    def _decode(self, batch: ScheduleBatch, publish: Publish) -> GenerationBatchResult:
+        """Run the step of :class:`dspark.worker.step.DecodeStep` on the scheduler's batch."""
+        if batch.forward_mode.is_idle():
+            return self._idle(publish)
+        assert self._seeds is not None
+        if not isinstance(batch.spec_info, DFlashDraftInputV2):
+            raise HostError(f"found spec_info {type(batch.spec_info).__name__} on a decode batch; required is DFlashDraftInputV2")
+        if batch.seq_lens.is_cuda:
+            # Made on the scheduler's stream, read on this one: the allocator must not reuse it too early.
+            batch.seq_lens.record_stream(torch.cuda.current_stream())
+        table = self.model_runner.req_to_token_pool.req_to_token
+        inputs = decode_batch(batch, self._window, table, self._seeds)
+        self._draft_net.bind(batch)
+        self._target_net.bind(batch)
+        outcome = self._step.run(inputs, publish)
+        if self._recorder is not None:
+            self._recorder.record(int(batch.forward_iter), [req.rid for req in batch.reqs], inputs, outcome)
+        accept = outcome.accept
+        return GenerationBatchResult(
+            logits_output=self._target_net.output,
+            next_token_ids=accept.tokens.reshape(-1),
+            accept_lens=accept.committed,
+            next_draft_input=make_draft_input_v2(bonus_tokens=accept.next_anchor, new_seq_lens=outcome.lengths),
+            new_seq_lens=outcome.lengths,
+            can_run_cuda_graph=self._target_net.used_graph,
+            speculative_num_draft_tokens=self.spec.window,
+        )
+
+    def _idle(self, publish: Publish) -> GenerationBatchResult:
+        empty = torch.empty((0,), dtype=torch.int64, device=self.device)
+        publish(empty)
+        return GenerationBatchResult(
+            next_token_ids=empty,
+            accept_lens=empty.to(torch.int32),
+            next_draft_input=make_draft_input_v2(bonus_tokens=empty, new_seq_lens=empty),
+            new_seq_lens=empty,
+            can_run_cuda_graph=False,
+            speculative_num_draft_tokens=self.spec.window,
+        )
+
+    # -- weights: a draft belongs to one target; only the target is updated ------------------------------------------
+
+    def update_weights_from_disk(self, recv_req: Any) -> tuple[bool, str]:
+        """The scheduler has updated the target; the request's path holds no draft."""
+        del recv_req
+        logger.warning("dspark: the target's weights changed, the draft's did not; acceptance may fall until it is retrained")
+        return True, "Succeeded to update model weights (draft unchanged)."
+
+    update_weights_from_ipc = update_weights_from_disk
+
+    def update_weights_from_tensor(self, recv_req: Any) -> tuple[bool, str]:
+        """Tensors belong to the target unless the request says otherwise; the draft keeps its own."""
+        return self._target_worker.update_weights_from_tensor(recv_req)
+
+    # -- what the scheduler asks a DSPARK worker without a guard ------------------------------------------------------
+
+    @property
+    def carries_confidence(self) -> bool:
+        """Whether published steps carry confidences for the host's relay (never in static mode)."""
+        return False
+
+    def get_confidence_budget_prepare(self) -> None:
+        """The host's budget preparation is not used."""
+        return None
+
+    def set_dspark_forced_budget_frac(self, frac: float | None) -> None:
+        """Pin the share of drafts verified; static mode verifies all of them, so only 1 (or none) can be honoured."""
+        if frac not in (None, 1.0):
+            logger.error("dspark: found dspark_force_budget_frac=%s; static mode verifies full windows; only 1.0 or null is possible", frac)
+
+    def block_accept_estimate_log_suffix(self) -> str | None:
+        """Suffix for the decode log line; static mode trims nothing, so there is no ceiling to estimate."""
+        return None
+
+    def note_request_finished(self, *, rid: str, natural_stop: bool) -> None:
+        """Nothing is kept per request."""
+
+    def clear_info_records(self) -> None:
+        """Forget the step records."""
+        if self._recorder is not None:
+            self._recorder.clear()
+
+    def dump_info_records(self) -> dict[str, Any]:
+        """What ``/server_info`` shows as ``dspark_info_record``."""
+        loaded = sorted(name for name in sys.modules if name.startswith(_BUILTIN_PREFIXES))
+        record: dict[str, Any] = {
+            "implementation": "plugin",
+            "version": takeover.version(),
+            "gamma": self.spec.gamma,
+            "mode": self.settings.verify_mode,
+            "builtin_modules_loaded": loaded,
+        }
+        if self._recorder is not None:
+            record |= self._recorder.dump()
+        return record

@@ -1,0 +1,56 @@
+"""Step records for debugging: what each request drafted, verified and committed, step by step.
+
+Reading tensors back waits for the device, so this exists only when the operator asked for it at start-up.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+from typing import Any
+
+from dspark.types import DecodeBatch, StepOutcome
+
+LIMIT = 200_000  # request records kept; older steps are dropped and counted
+
+
+class StepRecorder:
+    """A bounded list of step records."""
+
+    def __init__(self, limit: int = LIMIT) -> None:
+        self._limit = limit
+        self.clear()
+
+    def clear(self) -> None:
+        """Forget everything recorded so far."""
+        self._steps: deque[dict[str, Any]] = deque()
+        self._kept = 0
+        self._dropped = 0
+
+    def record(self, step: int, rids: Sequence[str], batch: DecodeBatch, outcome: StepOutcome) -> None:
+        """Append one step; ``committed`` holds the tokens before any cut at a stop or length limit."""
+        positions, anchors = batch.lengths.tolist(), batch.anchors.tolist()
+        drafts, windows = outcome.proposal.tokens.tolist(), outcome.plan.verify_lens.tolist()
+        accepted, counts = outcome.accept.accepted.tolist(), outcome.accept.committed.tolist()
+        tokens = outcome.accept.tokens.tolist()
+        requests = [
+            {
+                "rid": rid,
+                "position": positions[i],
+                "anchor": anchors[i],
+                "drafts": drafts[i],
+                "verify_len": windows[i],
+                "accepted": accepted[i],
+                "committed": tokens[i][: counts[i]],
+            }
+            for i, rid in enumerate(rids)
+        ]
+        self._steps.append({"step": step, "requests": requests})
+        self._kept += len(requests)
+        while self._kept > self._limit:
+            self._kept -= len(self._steps.popleft()["requests"])
+            self._dropped += 1
+
+    def dump(self) -> dict[str, Any]:
+        """The records and how many steps were dropped."""
+        return {"steps": list(self._steps), "dropped_steps": self._dropped}
