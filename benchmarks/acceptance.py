@@ -159,23 +159,28 @@ def step_records(url: str) -> dict[str, list[dict]]:
     return dict(records)
 
 
+def stop_ids(target_dir: str, tokenizer: Any) -> list[int]:
+    """The tokens that end a request in SGLang: those of the model's configuration and the tokenizer's own."""
+    configured = json.loads((Path(target_dir) / "config.json").read_text())["eos_token_id"]
+    return sorted({tokenizer.eos_token_id, *(configured if isinstance(configured, list) else [configured])})
+
+
 def reference_all(args: argparse.Namespace, cache: ReferenceCache, prompts: Sequence[Prompt]) -> list[tuple]:
     """(prompt, reference run) for every prompt and reference seed."""
     seeds = range(args.reference_seeds if args.temperature else 1)
     jobs = [(prompt, seed) for prompt in prompts for seed in seeds]
     runs = []
     for prompt, seed in tqdm(jobs, desc="reference", file=sys.stderr):
-        arguments = (prompt.ids, args.max_new_tokens, args.temperature, seed, args.eos_ids, prompt.label)
-        runs.append((prompt, cache.run(*arguments)))
+        run = cache.run(prompt.ids, args.max_new_tokens, args.temperature, seed, args.eos_ids, prompt.label)
+        runs.append((prompt, run))
     return runs
 
 
 def first_difference(left: Sequence[int], right: Sequence[int]) -> int | None:
     """Index of the first differing token, None if equal; a missing tail differs at its start."""
-    for index, (a, b) in enumerate(zip(left, right, strict=False)):
-        if a != b:
-            return index
-    return None if len(left) == len(right) else min(len(left), len(right))
+    shorter = min(len(left), len(right))
+    differing = (index for index in range(shorter) if left[index] != right[index])
+    return next(differing, None if len(left) == len(right) else shorter)
 
 
 def compare_tokens(cache: ReferenceCache, served: Served, run: ReferenceRun) -> dict | None:
@@ -219,9 +224,9 @@ def mismatch_gaps(
     cache: ReferenceCache, prompt: Prompt, run: ReferenceRun, number: int, theirs: dict | None
 ) -> dict[str, float]:
     """The reference's top-2 gaps at the first draft and the first committed token that differ in step ``number``."""
-    step = run.steps[number]
     if theirs is None:
         return {}
+    step = run.steps[number]
     # Up to the anchor's position the prompt and the delivered tokens are the whole sequence.
     gaps = cache.decoder.gaps((prompt.ids + run.tokens)[: step.position + 1], step.drafts)
     found = {}
@@ -229,8 +234,7 @@ def mismatch_gaps(
         ("draft_gap", gaps.draft, theirs["drafts"], step.drafts),
         ("target_gap", gaps.target, theirs["committed"], step.committed),
     ):
-        row = first_difference(left, right)
-        if row is not None and row < len(values):
+        if (row := first_difference(left, right)) is not None and row < len(values):
             found[name] = values[row]
     return found
 
@@ -249,8 +253,7 @@ def compare_greedy(
     records = step_records(args.url)
     recorded = [one for one in served if one.rid in records]
     if recorded:
-        bar = tqdm(recorded, "steps", file=sys.stderr)
-        steps = [compare_steps(args, cache, one, records[one.rid]) for one in bar]
+        steps = [compare_steps(args, cache, one, records[one.rid]) for one in tqdm(recorded, "steps", file=sys.stderr)]
         result["steps"] = {
             "requests": len(steps),
             "equal_requests": sum(step["mismatch"] is None for step in steps),
@@ -355,7 +358,6 @@ def main(argv: Sequence[str] | None = None) -> None:
     info = http_json(f"{args.url}/server_info") if args.url else {}
     tokenizer_path = args.tokenizer or (args.reference[0] if args.reference else info["tokenizer_path"])
     tokenizer = AutoTokenizer.from_pretrained(tokenizer_path)
-    args.eos_ids = [tokenizer.eos_token_id]  # the server stops at it too, whatever else it stops at
     prompts = load_prompts(args.prompts, args.per_set, tokenizer, args.max_prompt_tokens)
     start = time.monotonic()
     served = serve_all(args, prompts) if args.url else []
@@ -367,6 +369,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         from tests.reference.decode import ReferenceCache
 
         torch.set_num_threads(args.threads)
+        args.eos_ids = stop_ids(args.reference[0], tokenizer)
         cache = ReferenceCache(*args.reference, args.gamma, args.reference_cache)
         runs = reference_all(args, cache, prompts)
         if served and not args.temperature:

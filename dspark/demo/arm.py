@@ -18,6 +18,27 @@ from dspark.errors import HostError
 _WARM_UP_TOKENS = 32
 
 
+class ChatTemplate:
+    """Turns a prompt into the tokens that the server's chat endpoint would make of it.
+
+    Both servers get tokens instead of text, so that their answers can be compared, and scored, token for token.
+    """
+
+    def __init__(self, model: Path) -> None:
+        """Read ``tokenizer.json`` and ``chat_template.jinja`` of a checkpoint folder."""
+        from jinja2.sandbox import ImmutableSandboxedEnvironment
+        from tokenizers import Tokenizer
+
+        environment = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True)  # as transformers does
+        self._template = environment.from_string((model / "chat_template.jinja").read_text())
+        self._tokenizer = Tokenizer.from_file(str(model / "tokenizer.json"))
+
+    def input_ids(self, prompt: Prompt) -> tuple[int, ...]:
+        """Tokens of the prompt as a user turn, ready for the assistant's."""
+        text = self._template.render(messages=prompt.messages, add_generation_prompt=True)
+        return tuple(self._tokenizer.encode(text, add_special_tokens=False).ids)
+
+
 @contextlib.contextmanager
 def serve(
     console: Console, name: str, args: Sequence[str], *, log_path: Path, port: int | None
@@ -33,20 +54,23 @@ def serve(
         yield server
 
 
-def run_prompts(server: ServerProcess, prompts: Sequence[Prompt], new_tokens: int, display: ArmDisplay) -> list[Answer]:
+def run_prompts(
+    server: ServerProcess, chat: ChatTemplate, prompts: Sequence[Prompt], new_tokens: int, display: ArmDisplay
+) -> list[Answer]:
     """Answer the prompts greedily, at most ``new_tokens`` each, after one answer that nobody times or sees."""
-    for _ in _stream(server, _chat_ids(server, WARM_UP), min(_WARM_UP_TOKENS, new_tokens)):
+    for _ in _stream(server, chat.input_ids(WARM_UP), min(_WARM_UP_TOKENS, new_tokens)):
         pass
     answers = []
     for number, prompt in enumerate(prompts, start=1):
         display.begin(number, len(prompts), prompt)
-        answers.append(_ask(server, prompt, new_tokens, display))
+        answers.append(_ask(server, prompt, chat.input_ids(prompt), new_tokens, display))
         display.end(answers[-1])
     return answers
 
 
-def _ask(server: ServerProcess, prompt: Prompt, new_tokens: int, display: ArmDisplay) -> Answer:
-    input_ids = _chat_ids(server, prompt)
+def _ask(
+    server: ServerProcess, prompt: Prompt, input_ids: tuple[int, ...], new_tokens: int, display: ArmDisplay
+) -> Answer:
     last, shown = None, 0
     started = time.perf_counter()
     for last in _stream(server, input_ids, new_tokens):
@@ -64,11 +88,6 @@ def _ask(server: ServerProcess, prompt: Prompt, new_tokens: int, display: ArmDis
         seconds=seconds,
         histogram=tuple(info.get("spec_correct_drafts_histogram", ())),
     )
-
-
-def _chat_ids(server: ServerProcess, prompt: Prompt) -> tuple[int, ...]:
-    """The prompt in the model's chat template, as the server's own chat endpoint would make it."""
-    return tuple(server.post("/v1/tokenize", {"model": "default", "messages": prompt.messages})["tokens"])
 
 
 def _stream(server: ServerProcess, input_ids: Sequence[int], new_tokens: int) -> Iterator[dict]:

@@ -16,7 +16,7 @@ from pathlib import Path
 
 from rich.console import Console
 
-from dspark.demo.arm import run_prompts, serve
+from dspark.demo.arm import ChatTemplate, run_prompts, serve
 from dspark.demo.compare import Difference, first_difference, near_ties, score
 from dspark.demo.display import Counter, StreamedText
 from dspark.demo.model import default_cache, prepare_smollm2
@@ -63,9 +63,10 @@ def main(args: argparse.Namespace) -> int:
     """
     console = Console(highlight=False, soft_wrap=True)
     options = resolve(args, console)
+    chat = ChatTemplate(options.target)
     flags = ["--speculative-algorithm", "DSPARK", "--speculative-draft-model-path", str(options.draft)]
     with _serve(console, options, "with DSPARK", flags) as server:
-        dspark = run_prompts(server, PROMPTS, options.new_tokens, StreamedText(console))
+        dspark = run_prompts(server, chat, PROMPTS, options.new_tokens, StreamedText(console))
     if not any(answer.histogram for answer in dspark):
         raise HostError(
             "found answers without counts of accepted drafts from the server with DSPARK; required is "
@@ -73,7 +74,7 @@ def main(args: argparse.Namespace) -> int:
         )
     console.print()
     with _serve(console, options, "without speculation", []) as server:
-        none = run_prompts(server, PROMPTS, options.new_tokens, Counter(console))
+        none = run_prompts(server, chat, PROMPTS, options.new_tokens, Counter(console))
         differences = _compare(console, server, options, none, dspark)
 
     ties = 0 if options.exact else near_ties(differences, options.near_tie_nats)

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 
+from dspark.kernels import accept
 from dspark.kernels.accept import accept_greedy, accept_sample, race, residual_weights, sample_tokens, select
 from dspark.kernels.philox import Purpose, exponential, uniform
 from dspark.types import AcceptResult
@@ -156,6 +157,16 @@ def test_impossible_tokens_are_never_committed() -> None:
     chosen = case.p.gather(-1, result.tokens[..., None]).squeeze(-1)
     assert float(chosen[kept].min()) > 0
     assert int((case.p.gather(-1, case.tokens[:, 0, None, None].expand(-1, 4, 1))[:, 0] == 0).sum()) > 50
+
+
+def test_smallest_coin_rejects_the_impossible(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A coin of exactly 0 (one in 2**24) must still reject p = 0, and accept everything else."""
+    monkeypatch.setattr(accept, "uniform", lambda seeds, positions, rows, purpose: torch.zeros(len(seeds), rows))
+    p = torch.tensor([[[0.0, 1.0], [1e-30, 1.0], [0.5, 0.5]]])
+    q = torch.tensor([[[1.0, 0.0], [1.0, 0.0]]])
+    for drafts, accepted in (([0, 0], 0), ([1, 0], 2)):
+        case = Case(torch.tensor([drafts]), q, p, torch.tensor([3]), torch.tensor([1]), torch.tensor([1]))
+        assert int(case.run().accepted) == accepted
 
 
 @pytest.mark.parametrize("gamma", [1, 4])

@@ -88,6 +88,13 @@ def test_ties_go_to_the_lower_token() -> None:
     assert_equal(target_probs(pair, Settings(top_k=1).rows(1))[0, 0], torch.tensor([0.0, 1, 0, 0]), "tied best")
 
 
+def test_ties_in_a_wide_vocabulary() -> None:
+    """Coarse logits tie hundreds of tokens across the top-k border."""
+    logits = (2 * torch.randn(1, 2, 4096, generator=torch.Generator().manual_seed(7))).round()
+    variant = Settings(top_k=100)
+    assert_close(target_probs(logits, variant.rows(1)), _required(logits, variant), FLOAT_32, "top-k 100")
+
+
 def test_impossible_tokens_stay_impossible() -> None:
     logits = torch.tensor([[[-torch.inf, 0.0, -torch.inf, 1.0, -torch.inf]]])
     for name, variant in VARIANTS.items():

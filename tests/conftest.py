@@ -1,0 +1,22 @@
+"""Fixtures that several folders share."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+
+ROOT = Path(__file__).resolve().parent.parent
+DRAFT = ROOT / "examples" / "smollm2-135m-dspark"
+ASSETS = ROOT / "examples" / "smollm2-135m-instruct"
+
+
+@pytest.fixture(scope="session")
+def target() -> Path:
+    """SmolLM2-135M-Instruct, converted once and cached."""
+    from dspark.demo.model import prepare_smollm2
+
+    return prepare_smollm2(ASSETS)

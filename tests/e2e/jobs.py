@@ -1,0 +1,131 @@
+"""The mixed traffic of the end-to-end tests: real HTTP requests of many kinds, and what each must return."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import requests
+
+from dspark.demo.server import ServerProcess
+
+MODEL = "default"
+TIMEOUT = 600.0
+LONG = (
+    "Here is a list of steps that a baker follows every morning before the shop opens. First she lights the oven and waits "
+    "until the stones are hot. Then she weighs the flour, the water, the salt and the yeast, and mixes them slowly in the large "
+    "steel bowl. While the dough rests under a damp cloth, she prepares the trays, sweeps the floor and reads the orders that "
+    "came in during the night. After an hour she shapes forty small rolls and twelve long loaves, scores each of them twice with "
+    "a sharp blade, and slides them into the oven on a wooden board. When the crust is brown she takes them out, knocks on the "
+    "bottom of one loaf to hear whether it sounds hollow, and sets everything on the rack by the window to cool. "
+)
+
+
+@dataclass
+class Job:
+    """One request. ``run`` sends it and returns what the client saw."""
+
+    name: str
+    run: Callable[[ServerProcess], Any]
+    greedy: bool  # greedy answers must equal those of the server without speculation
+    aborts: bool = False
+    extra: dict[str, Any] = field(default_factory=dict)
+
+
+def _post(server: ServerProcess, path: str, payload: dict[str, Any], stream: bool = False) -> requests.Response:
+    response = requests.post(server.url + path, json=payload, timeout=TIMEOUT, stream=stream)
+    assert response.status_code == 200, response.text
+    return response
+
+
+def _events(response: requests.Response) -> list[dict[str, Any]]:
+    lines = (line.removeprefix(b"data:").strip() for line in response.iter_lines() if line.startswith(b"data:"))
+    return [json.loads(line) for line in lines if line != b"[DONE]"]
+
+
+def chat(name: str, text: str, *, stream: bool, greedy: bool = True, **fields: Any) -> Job:
+    """OpenAI chat completion; returns the text and the finish reason."""
+    payload = {"model": MODEL, "messages": [{"role": "user", "content": text}], "temperature": 0 if greedy else 0.9}
+    payload |= {"max_tokens": 40, "stream": stream} | fields
+
+    def run(server: ServerProcess) -> Any:
+        response = _post(server, "/v1/chat/completions", payload, stream)
+        if not stream:
+            choice = response.json()["choices"][0]
+            return choice["message"]["content"], choice["finish_reason"]
+        choices = [event["choices"][0] for event in _events(response) if event["choices"]]
+        return "".join(choice["delta"].get("content") or "" for choice in choices), choices[-1]["finish_reason"]
+
+    return Job(name, run, greedy)
+
+
+def completion(name: str, prompt: str, *, stream: bool = False, greedy: bool = True, **fields: Any) -> Job:
+    """OpenAI completion; returns the text and the finish reason."""
+    payload = {"model": MODEL, "prompt": prompt, "temperature": 0 if greedy else 1.0, "max_tokens": 40, "stream": stream} | fields
+
+    def run(server: ServerProcess) -> Any:
+        response = _post(server, "/v1/completions", payload, stream)
+        if not stream:
+            choice = response.json()["choices"][0]
+            return choice["text"], choice["finish_reason"]
+        choices = [event["choices"][0] for event in _events(response) if event["choices"]]
+        return "".join(choice["text"] for choice in choices), choices[-1]["finish_reason"]
+
+    return Job(name, run, greedy)
+
+
+def native(name: str, prompt: str, *, greedy: bool = True, new_tokens: int = 40, **sampling: Any) -> Job:
+    """/generate; returns token ids and the finish reason."""
+    params = {"temperature": 0.0 if greedy else 1.0, "max_new_tokens": new_tokens} | sampling
+
+    def run(server: ServerProcess) -> Any:
+        answer = _post(server, "/generate", {"text": prompt, "sampling_params": params}).json()
+        return answer["output_ids"], answer["meta_info"]["finish_reason"]
+
+    return Job(name, run, greedy)
+
+
+def aborted(name: str, prompt: str) -> Job:
+    """A client that goes away after a few chunks of a long answer."""
+    payload = {"text": prompt, "stream": True, "sampling_params": {"temperature": 0, "max_new_tokens": 400, "ignore_eos": True}}
+
+    def run(server: ServerProcess) -> Any:
+        with _post(server, "/generate", payload, stream=True) as response:
+            for count, _ in enumerate(response.iter_lines()):
+                if count > 4:
+                    break
+        return "gone"
+
+    return Job(name, run, greedy=False, aborts=True)
+
+
+def mixed_traffic() -> list[Job]:
+    """24 requests; prompts built on ``LONG`` share a prefix that is longer than one prefill chunk."""
+    return [
+        chat("chat", "What is the capital of France?", stream=False),
+        chat("chat stream", "Name three fruits that are red.", stream=True),
+        chat("chat stop string", "Count from one to ten in words, separated by commas.", stream=False, stop=["five"]),
+        chat("chat stop stream", "List the days of the week.", stream=True, stop=["Thursday", "Friday"]),
+        chat("chat sampled", "Tell me a joke.", stream=False, greedy=False, seed=11),
+        chat("chat sampled top_p", "Tell me a story.", stream=True, greedy=False, top_p=0.8),
+        completion("completion", "def add(a, b):\n    return"),
+        completion("completion stream", "import numpy as np\n\ndef", stream=True),
+        completion("completion stop", "1, 2, 3, 4,", stop=["9"]),
+        completion("completion sampled", "Once upon a time", greedy=False),
+        native("one token", "The sky is", new_tokens=1),
+        native("two tokens", "The grass is", new_tokens=2),
+        native("nine tokens", "The sea is", new_tokens=9),
+        native("long prompt", LONG + "In short,"),
+        native("long prompt twin", LONG + "In short,"),
+        native("shared prefix", LONG + "The baker is happy because"),
+        native("shared prefix sampled", LONG + "The baker is sad because", greedy=False, top_k=20),
+        native("twice the long prompt", LONG + LONG + "To sum up,"),
+        native("ignore eos", "Thank you and goodbye.", new_tokens=60, ignore_eos=True),
+        native("min_p", "My favourite colour is", greedy=False, min_p=0.1),
+        native("logit bias", "The answer is", logit_bias={"28": 3.0}),
+        native("stop token", "A, B, C,", stop_token_ids=[28]),
+        aborted("aborted", "Write a very long poem about rivers."),
+        aborted("aborted long", LONG + "Continue the list:"),
+    ]

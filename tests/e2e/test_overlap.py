@@ -1,0 +1,125 @@
+"""DSPARK under overlap scheduling on the real server."""
+
+from __future__ import annotations
+
+import re
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import requests
+from transformers import AutoTokenizer
+
+from dspark.demo.server import ServerProcess
+from tests.conftest import DRAFT
+from tests.e2e.conftest import run_all
+from tests.e2e.jobs import LONG, mixed_traffic
+from tests.reference.decode import ReferenceDecoder
+
+
+def record(server: ServerProcess) -> dict[str, Any]:
+    return server.server_info()["internal_states"][0]["dspark_info_record"]
+
+
+def wait_until_idle(server: ServerProcess) -> None:
+    """Flushing succeeds only when no request runs or waits and every slot is free or cached."""
+    for _ in range(60):
+        if requests.post(server.url + "/flush_cache", timeout=60).status_code == 200:
+            return
+        time.sleep(1)
+    pytest.fail("requests are still running")
+
+
+def test_the_builtin_is_not_loaded(overlap_server: ServerProcess) -> None:
+    found = record(overlap_server)
+    assert found["implementation"] == "plugin"
+    parts = [name.rsplit(".", 1)[-1] for name in found["builtin_modules_loaded"]]
+    assert set(parts) <= {"dspark_config"}  # read by the host's own argument and capture code
+    assert "serves DSPARK" in overlap_server.log_path.read_text()
+
+
+def test_mixed_traffic_is_lossless_and_nothing_is_lost(overlap_server: ServerProcess, plain_answers: dict[str, Any]) -> None:
+    jobs = mixed_traffic()
+    assert len(jobs) == 24
+    answers = run_all(overlap_server, jobs, at_once=24)
+    differing = [job.name for job in jobs if job.greedy and answers[job.name] != plain_answers[job.name]]
+    assert differing == [], {name: (answers[name], plain_answers[name]) for name in differing}
+    assert len(answers) == 24
+    wait_until_idle(overlap_server)
+    assert overlap_server.healthy()
+    assert not re.search("leak|Traceback", overlap_server.log_path.read_text())
+
+
+def test_steps_equal_the_reference_loop(overlap_server: ServerProcess, target: Path) -> None:
+    """Drafts, accepts and commits, step by step: a position or layout mistake cannot hide."""
+    tokenizer = AutoTokenizer.from_pretrained(target)
+    reference = ReferenceDecoder(target, DRAFT)
+    overlap_server.flush_cache()
+    for number, question in enumerate(("Write a Python function that reverses a string.", "What is 12 times 12?", LONG + "Why?")):
+        ids = tokenizer.apply_chat_template([{"role": "user", "content": question}], add_generation_prompt=True, return_dict=True)["input_ids"]
+        expected = reference.generate(ids, 40, eos_ids=(tokenizer.eos_token_id,))
+        rid = f"reference-{number}-{time.time()}"
+        answer = overlap_server.generate(ids, rid=rid, sampling_params={"temperature": 0, "max_new_tokens": 40})
+        assert answer["output_ids"] == expected.tokens
+        steps = [request for step in record(overlap_server)["steps"] for request in step["requests"] if request["rid"] == rid]
+        # Under overlap one more step may have run before the host saw the end.
+        for got, want in zip(steps, expected.steps, strict=False):
+            assert (got["position"], got["anchor"], got["drafts"], got["accepted"], got["committed"]) == (
+                want.position, want.anchor, want.drafts, want.accepted, want.committed,
+            )  # fmt: skip
+        assert len(expected.steps) <= len(steps) <= len(expected.steps) + 1
+
+
+def test_a_prefix_hit_and_chunks_accept_as_much_as_a_cold_run(overlap_server: ServerProcess, target: Path) -> None:
+    """The prompt takes several chunks; the second run finds it cached; the reference loop saw it in one piece."""
+    tokenizer = AutoTokenizer.from_pretrained(target)
+    ids = tokenizer(LONG + LONG + "The baker")["input_ids"]
+    overlap_server.flush_cache()
+    runs = [overlap_server.generate(ids, sampling_params={"temperature": 0, "max_new_tokens": 48}) for _ in range(2)]
+    assert len(ids) > 3 * 64
+    assert runs[0]["meta_info"]["cached_tokens"] == 0
+    assert runs[1]["meta_info"]["cached_tokens"] > len(ids) - 2
+    assert runs[0]["output_ids"] == runs[1]["output_ids"]
+    expected = ReferenceDecoder(target, DRAFT).generate(ids, 48)
+    assert [run["meta_info"]["spec_verify_ct"] for run in runs] == [len(expected.steps)] * 2
+
+
+def test_a_seed_repeats_a_sampled_text(overlap_server: ServerProcess) -> None:
+    def sample(**sampling: Any) -> str:
+        params = {"temperature": 1.0, "max_new_tokens": 32, "ignore_eos": True} | sampling
+        answer = requests.post(overlap_server.url + "/generate", json={"text": "My dog", "sampling_params": params}, timeout=600)
+        return answer.json()["text"]
+
+    assert sample(sampling_seed=3) == sample(sampling_seed=3)
+    assert sample(sampling_seed=3) != sample(sampling_seed=4)
+    assert sample() != sample()
+    assert sample(sampling_seed=3, top_k=1) == sample(sampling_seed=4, top_k=1)
+
+
+@pytest.mark.parametrize(
+    ("fields", "found"),
+    [
+        ({"return_logprob": True}, "logprobs"),
+        ({"sampling_params": {"json_schema": '{"type": "object"}'}}, "json_schema"),
+        ({"sampling_params": {"regex": "a+"}}, "regex"),
+        ({"sampling_params": {"ebnf": 'root ::= "a"'}}, "ebnf"),
+        ({"sampling_params": {"frequency_penalty": 0.5}}, "frequency_penalty"),
+        ({"sampling_params": {"presence_penalty": 0.5}}, "presence_penalty"),
+        ({"sampling_params": {"repetition_penalty": 1.2}}, "repetition_penalty"),
+        ({"sampling_params": {"min_new_tokens": 5}}, "min_new_tokens"),
+    ],
+)
+def test_what_is_not_supported_is_answered_with_400(overlap_server: ServerProcess, fields: dict[str, Any], found: str) -> None:
+    payload = {"text": "Hello", "sampling_params": {"max_new_tokens": 4}} | fields
+    response = requests.post(overlap_server.url + "/generate", json=payload, timeout=120)
+    assert response.status_code == 400, response.text
+    assert found in response.text
+    assert overlap_server.healthy()
+
+
+def test_a_bad_budget_pin_is_refused(overlap_server: ServerProcess) -> None:
+    for value in (0.0, 1.5):
+        done = requests.post(overlap_server.url + "/set_internal_state", json={"server_args": {"dspark_force_budget_frac": value}}, timeout=60)
+        assert done.json()["updated"] is False
+    assert overlap_server.healthy()

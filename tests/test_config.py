@@ -1,0 +1,40 @@
+from __future__ import annotations
+
+import pytest
+
+from dspark.config import Settings
+from dspark.errors import ConfigError
+
+
+def test_defaults() -> None:
+    assert Settings.from_environment({}) == Settings(implementation="plugin", verify_mode="static", record_steps=False)
+
+
+def test_builtin_leaves_every_other_variable_to_the_host() -> None:
+    settings = Settings.from_environment({"SGLANG_DSPARK_IMPL": "builtin", "SGLANG_RAGGED_VERIFY_MODE": "compact"})
+    assert settings.implementation == "builtin"
+
+
+@pytest.mark.parametrize(
+    ("environment", "text"),
+    [
+        ({"SGLANG_DSPARK_IMPL": "bultin"}, "SGLANG_DSPARK_IMPL='bultin'.*'plugin' or 'builtin'"),
+        ({"SGLANG_RAGGED_VERIFY_MODE": "compact"}, "SGLANG_RAGGED_VERIFY_MODE='compact'.*'static' is required"),
+        ({"SGLANG_RAGGED_VERIFY_MODE": "sttic"}, "SGLANG_RAGGED_VERIFY_MODE='sttic'"),
+        ({"SGLANG_DSPARK_DEBUG_DUMP": "request"}, "request is no component"),
+        ({"SGLANG_DSPARK_DEBUG_DUMP": "reqs,core"}, "not core"),
+    ],
+)
+def test_a_bad_value_is_named(environment: dict[str, str], text: str) -> None:
+    with pytest.raises(ConfigError, match=text):
+        Settings.from_environment(environment)
+
+
+@pytest.mark.parametrize("value", ["reqs", "all", " reqs "])
+def test_records_are_kept_on_request(value: str) -> None:
+    assert Settings.from_environment({"SGLANG_DSPARK_DEBUG_DUMP": value}).record_steps
+
+
+def test_settings_are_closed() -> None:
+    with pytest.raises(ValueError, match="extra"):
+        Settings.model_validate({"mode": "static"})
