@@ -6,7 +6,10 @@ import os
 from pathlib import Path
 
 import pytest
+import torch
 
+# The tests' own tensors are small, and servers run beside them: a second thread would only spin.
+torch.set_num_threads(1)
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
 ROOT = Path(__file__).resolve().parent.parent

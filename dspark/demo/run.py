@@ -112,7 +112,7 @@ def resolve(args: argparse.Namespace, console: Console) -> Options:
     dtype = args.dtype or default_dtype(device)
     console.print(f"device {device}, {dtype}; preparing SmolLM2-135M-Instruct (converted once, then kept) ...")
     return Options(
-        target=prepare_smollm2(assets / TARGET_FOLDER),
+        target=args.target or prepare_smollm2(assets / TARGET_FOLDER),
         draft=assets / DRAFT_FOLDER,
         gamma=int(json.loads((assets / DRAFT_FOLDER / "config.json").read_text())["block_size"]),
         device=device,

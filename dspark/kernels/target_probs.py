@@ -46,5 +46,7 @@ def target_probs(logits: torch.Tensor, sampling: SamplingRows) -> torch.Tensor:
     drop |= ordered < ordered[..., :1] * sampling.min_p[:, None, None]
     drop[..., 0] = False  # rounding may never empty a row
     ordered = ordered.masked_fill(drop, 0.0)
-    ordered /= ordered.sum(dim=-1, keepdim=True)
+    # A row that lost nothing stays what it is without filters, so that its text does not depend on its neighbours.
+    total = ordered.sum(dim=-1, keepdim=True)
+    ordered /= torch.where(drop.any(dim=-1, keepdim=True), total, torch.ones_like(total))
     return torch.empty_like(probs).scatter_(-1, index, ordered)

@@ -167,3 +167,12 @@ def test_top_p_of_one_filters_nothing_even_next_to_a_filter() -> None:
         found = target_probs(logits, _join(Settings(top_k=5).rows(1), Settings().rows(1)))
         assert int((found[0] > 0).sum()) == 5
         assert int((found[1] > 0).sum()) == 151_936
+
+
+def test_a_neighbours_filter_changes_nothing_for_a_request_without_one() -> None:
+    logits = torch.randn(8, 3, 997, generator=torch.Generator().manual_seed(5))
+    plain = Settings().rows(8)
+    mixed = _join(Settings(top_k=5).rows(1), Settings().rows(7))
+    assert mixed.filters
+    assert not plain.filters
+    assert_equal(target_probs(logits, mixed)[1:], target_probs(logits, plain)[1:], "unfiltered requests")
