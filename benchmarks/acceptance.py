@@ -9,9 +9,10 @@ from a bootstrap over prompts (all seeds of a prompt together); the difference f
 pairs, because both sides decode the same prompts and share what makes a prompt easy or hard.
 
 Greedy with ``--reference`` compares token for token, and step for step if the server was started with
-``SGLANG_DSPARK_DEBUG_DUMP=reqs``. A server in bf16 may leave the float32 text at a near tie, so every first mismatch
-is printed with the reference's gap between its two largest logits there. Without ``--url`` only the reference runs (to
-fill ``--reference-cache``). Progress and warnings go to stderr; the last line of stdout is one JSON object.
+``SGLANG_DSPARK_DEBUG_DUMP=reqs`` (see ``reference_comparison.py``: accept length alone misses off-by-one faults). A
+server in bf16 may leave the float32 text at a near tie, so every first mismatch is printed with the reference's gap
+between its two largest logits there. Without ``--url`` only the reference runs (to fill ``--reference-cache``).
+Progress and warnings go to stderr; the last line of stdout is one JSON object.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ import uuid
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -34,7 +35,7 @@ import numpy as np
 from tqdm import tqdm
 
 if TYPE_CHECKING:  # the reference needs transformers on the CPU: a run against a GPU server alone does not
-    from tests.reference.decode import ReferenceCache, ReferenceRun
+    from tests.reference.decode import ReferenceCache
 
 BOOTSTRAP_SAMPLES = 4000
 REQUEST_TIMEOUT_SECONDS = 600
@@ -176,94 +177,6 @@ def reference_all(args: argparse.Namespace, cache: ReferenceCache, prompts: Sequ
     return runs
 
 
-def first_difference(left: Sequence[int], right: Sequence[int]) -> int | None:
-    """Index of the first differing token, None if equal; a missing tail differs at its start."""
-    shorter = min(len(left), len(right))
-    differing = (index for index in range(shorter) if left[index] != right[index])
-    return next(differing, None if len(left) == len(right) else shorter)
-
-
-def compare_tokens(cache: ReferenceCache, served: Served, run: ReferenceRun) -> dict | None:
-    """The first delivered token that differs, with the reference's logit gap there."""
-    index = first_difference(served.tokens, run.tokens)
-    if index is None:
-        return None
-    prefix = served.prompt.ids + run.tokens[:index]
-    gap = cache.decoder.gaps(prefix, [0] * cache.gamma).target[0]
-    pair = [tokens[index] if index < len(tokens) else None for tokens in (served.tokens, run.tokens)]
-    return {"label": served.prompt.label, "index": index, "server": pair[0], "reference": pair[1], "target_gap": gap}
-
-
-def compare_steps(args: argparse.Namespace, cache: ReferenceCache, served: Served, records: list[dict]) -> dict:
-    """Walk server and reference steps side by side up to the first difference.
-
-    A trimmed window moves all later steps, so the reference is decoded again with the server's own windows.
-    """
-    run = cache.run(served.prompt.ids, args.max_new_tokens, 0.0, 0, args.eos_ids, served.prompt.label)
-    if len(records[0]["drafts"]) != cache.gamma:
-        raise SystemExit(
-            f"the server drafts {len(records[0]['drafts'])} tokens a step, the reference {cache.gamma}: --gamma"
-        )
-    windows = [record["verify_len"] for record in records]
-    trimmed = any(window != cache.gamma + 1 for window in windows)
-    if trimmed:
-        run = cache.decoder.generate(served.prompt.ids, args.max_new_tokens, 0.0, None, args.eos_ids, windows)
-    result = {"label": served.prompt.label, "trimmed": trimmed, "steps": len(run.steps), "equal_steps": 0}
-    for number, step in enumerate(run.steps):
-        ours = asdict(step)
-        theirs = {name: records[number][name] for name in ours} if number < len(records) else None
-        fields = [name for name in ours if theirs is None or theirs[name] != ours[name]]
-        if fields:
-            mismatch = {"step": number, "fields": fields, "server": theirs, "reference": ours}
-            return {**result, "mismatch": mismatch | mismatch_gaps(cache, served.prompt, run, number, theirs)}
-        result["equal_steps"] += 1
-    return {**result, "mismatch": None}
-
-
-def mismatch_gaps(
-    cache: ReferenceCache, prompt: Prompt, run: ReferenceRun, number: int, theirs: dict | None
-) -> dict[str, float]:
-    """The reference's top-2 gaps at the first draft and the first committed token that differ in step ``number``."""
-    if theirs is None:
-        return {}
-    step = run.steps[number]
-    # Up to the anchor's position the prompt and the delivered tokens are the whole sequence.
-    gaps = cache.decoder.gaps((prompt.ids + run.tokens)[: step.position + 1], step.drafts)
-    found = {}
-    for name, values, left, right in (
-        ("draft_gap", gaps.draft, theirs["drafts"], step.drafts),
-        ("target_gap", gaps.target, theirs["committed"], step.committed),
-    ):
-        if (row := first_difference(left, right)) is not None and row < len(values):
-            found[name] = values[row]
-    return found
-
-
-def compare_greedy(
-    args: argparse.Namespace, cache: ReferenceCache, served: Sequence[Served], runs: Sequence[tuple]
-) -> dict:
-    """Token identity for all requests, step identity for those that the server recorded."""
-    by_label = {prompt.label: run for prompt, run in runs}
-    tokens = [compare_tokens(cache, one, by_label[one.prompt.label]) for one in tqdm(served, "tokens", file=sys.stderr)]
-    result: dict = {
-        "requests": len(served),
-        "equal_texts": tokens.count(None),
-        "text_mismatches": [t for t in tokens if t],
-    }
-    records = step_records(args.url)
-    recorded = [one for one in served if one.rid in records]
-    if recorded:
-        steps = [compare_steps(args, cache, one, records[one.rid]) for one in tqdm(recorded, "steps", file=sys.stderr)]
-        result["steps"] = {
-            "requests": len(steps),
-            "equal_requests": sum(step["mismatch"] is None for step in steps),
-            "steps": sum(step["steps"] for step in steps),
-            "equal_before_first_mismatch": sum(step["equal_steps"] for step in steps),
-            "mismatches": [step for step in steps if step["mismatch"]],
-        }
-    return result
-
-
 def summarise(prompts: Sequence[Prompt], served: Sequence[Served], runs: Sequence[tuple]) -> list[dict]:
     """One row per prompt set and one for all: accept lengths with standard errors, and their difference."""
     table = []
@@ -303,26 +216,6 @@ def print_table(table: Sequence[dict]) -> None:
         if "difference" in row:
             cells.append(f"{row['difference']:+.3f} ({row['difference_in_se']:+.2f} SE)".rjust(20))
         print("  ".join(cells))
-
-
-def print_comparison(result: dict) -> None:
-    """First mismatches, one line each."""
-    print(f"greedy texts equal to the reference: {result['equal_texts']} of {result['requests']}")
-    for one in result["text_mismatches"]:
-        print("  {label}: token {index} is {server}, reference {reference}, top-2 gap {target_gap:.4f}".format(**one))
-    steps = result.get("steps")
-    if steps is None:
-        print("no step records for these requests (start the server with SGLANG_DSPARK_DEBUG_DUMP=reqs)")
-        return
-    print(
-        f"requests equal step for step: {steps['equal_requests']} of {steps['requests']}; steps before a first", end=""
-    )
-    print(f" mismatch: {steps['equal_before_first_mismatch']} of {steps['steps']}")
-    for one in steps["mismatches"]:
-        found = one["mismatch"]
-        gaps = ", ".join(f"{name} {found[name]:.4f}" for name in ("draft_gap", "target_gap") if name in found)
-        print(f"  {one['label']}: step {found['step']} differs in {', '.join(found['fields'])}; {gaps or 'no gap'}")
-        print(f"    server    {json.dumps(found['server'])}\n    reference {json.dumps(found['reference'])}")
 
 
 def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
@@ -366,6 +259,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     if args.reference:
         import torch
 
+        from benchmarks.reference_comparison import GreedyComparison, print_comparison
         from tests.reference.decode import ReferenceCache
 
         torch.set_num_threads(args.threads)
@@ -373,11 +267,12 @@ def main(argv: Sequence[str] | None = None) -> None:
         cache = ReferenceCache(*args.reference, args.gamma, args.reference_cache)
         runs = reference_all(args, cache, prompts)
         if served and not args.temperature:
-            comparison = compare_greedy(args, cache, served, runs)
+            greedy = GreedyComparison(cache, args.max_new_tokens, args.eos_ids)
+            by_label = {prompt.label: run for prompt, run in runs}
+            comparison = greedy.compare(served, by_label, step_records(args.url))
+            print_comparison(comparison)
     table = summarise(prompts, served, runs)
     print_table(table)
-    if comparison:
-        print_comparison(comparison)
     kept = ("version", "model_path", "dtype", "speculative_algorithm", "speculative_draft_model_path", "device")
     report = {
         "arm": args.arm,
