@@ -1,9 +1,9 @@
 """Accept length of one drafter under two implementations, on the same prompts, each on a server of its own.
 
-    python -m benchmarks.ab_acceptance --target TARGET_DIR --draft DRAFT_DIR --prompts DIR --per-set 34 --out result.json
+    python -m benchmarks.ab_acceptance --target TARGET --draft DRAFT --prompts DIR --per-set 34 --out result.json
 
-Arms: ``dspark`` (this package) and ``builtin`` (``SGLANG_DSPARK_IMPL=builtin``), greedy and at temperature 1. Both arms get
-the same flags; `--server-args` adds more. The ratio of the arms is printed with both numbers; the last line is JSON.
+Arms: ``dspark`` (this package) and ``builtin`` (``SGLANG_DSPARK_IMPL=builtin``), greedy and at temperature 1. Both get
+the same flags; `--server-args` adds more. The ratio is printed with both numbers; the last line is JSON.
 """
 
 from __future__ import annotations
@@ -27,11 +27,19 @@ def measure(args: argparse.Namespace, arm: str, server: ServerProcess, temperatu
     """One pass over the prompts; returns the report of ``benchmarks.acceptance``."""
     with tempfile.TemporaryDirectory() as folder:
         out = Path(folder) / "report.json"
-        acceptance.main(
-            ["--url", server.url, "--prompts", *map(str, args.prompts), "--per-set", str(args.per_set)]
-            + ["--max-new-tokens", str(args.max_new_tokens), "--temperature", str(temperature), "--seeds", str(args.seeds)]
-            + ["--concurrency", str(args.concurrency), "--tokenizer", str(args.target), "--arm", arm, "--out", str(out)]
-        )
+        options = {
+            "--url": server.url,
+            "--per-set": args.per_set,
+            "--max-new-tokens": args.max_new_tokens,
+            "--temperature": temperature,
+            "--seeds": args.seeds,
+            "--concurrency": args.concurrency,
+            "--tokenizer": args.target,
+            "--arm": arm,
+            "--out": out,
+        }
+        flags = [str(part) for pair in options.items() for part in pair]
+        acceptance.main([*flags, "--prompts", *map(str, args.prompts)])
         return json.loads(out.read_text())
 
 

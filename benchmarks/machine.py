@@ -23,5 +23,9 @@ def describe() -> dict[str, Any]:
     found: dict[str, Any] = {"python": platform.python_version(), "cores": os.cpu_count(), "versions": versions}
     if torch.cuda.is_available():
         properties = torch.cuda.get_device_properties(0)
-        found |= {"gpu": properties.name, "gpu_memory_gib": round(properties.total_memory / 2**30, 1), "cuda": torch.version.cuda}
+        found |= {
+            "gpu": properties.name,
+            "gpu_memory_gib": round(properties.total_memory / 2**30, 1),
+            "cuda": torch.version.cuda,
+        }
     return found

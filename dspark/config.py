@@ -4,7 +4,7 @@
 |---|---|---|
 | ``SGLANG_DSPARK_IMPL`` | ``plugin`` (default), ``builtin`` | which DSPARK serves: this package or the host's own |
 | ``SGLANG_RAGGED_VERIFY_MODE`` | ``static`` | verify mode, the host's variable |
-| ``SGLANG_DSPARK_DEBUG_DUMP`` | empty (default), ``reqs``, ``all`` | keep step records for ``/server_info``, the host's variable |
+| ``SGLANG_DSPARK_DEBUG_DUMP`` | empty, ``reqs``, ``all`` | step records for ``/server_info``, the host's variable |
 """
 
 from __future__ import annotations
@@ -43,15 +43,18 @@ class Settings(BaseModel):
         env = os.environ if environment is None else environment
         implementation = env.get(IMPL_VARIABLE) or "plugin"
         if implementation not in ("plugin", "builtin"):
-            raise ConfigError(f"found {IMPL_VARIABLE}={implementation!r}; required is 'plugin' or 'builtin'; unset it for the plugin")
+            raise ConfigError(
+                f"found {IMPL_VARIABLE}={implementation!r}; required is 'plugin' or 'builtin'; unset it for the plugin"
+            )
         if implementation == "builtin":
             return cls(implementation="builtin")  # the other variables then belong to the host alone
         try:
-            return cls(verify_mode=env.get(MODE_VARIABLE) or "static", record_steps=_records(env.get(DUMP_VARIABLE, "")))
+            fields = {"verify_mode": env.get(MODE_VARIABLE) or "static"}
+            return cls.model_validate(fields | {"record_steps": _records(env.get(DUMP_VARIABLE, ""))})
         except ValidationError:
             raise ConfigError(
-                f"found {MODE_VARIABLE}={env.get(MODE_VARIABLE)!r}; this version verifies full windows only, so 'static' is required; "
-                "unset the variable, or set SGLANG_DSPARK_IMPL=builtin for the host's own worker"
+                f"found {MODE_VARIABLE}={env.get(MODE_VARIABLE)!r}; this version verifies full windows only, so "
+                "'static' is required; unset the variable, or set SGLANG_DSPARK_IMPL=builtin for the host's own worker"
             ) from None
 
 
@@ -60,13 +63,14 @@ def _records(value: str) -> bool:
     unknown = components - _RECORDED - _OTHER_COMPONENTS
     if unknown:
         raise ConfigError(
-            f"found {DUMP_VARIABLE}={value!r}; {', '.join(sorted(unknown))} is no component; use a comma-separated list of "
-            f"{', '.join(sorted(_RECORDED | _OTHER_COMPONENTS))}"
+            f"found {DUMP_VARIABLE}={value!r}; {', '.join(sorted(unknown))} is no component; use a comma-separated "
+            f"list of {', '.join(sorted(_RECORDED | _OTHER_COMPONENTS))}"
         )
     not_built = components & _OTHER_COMPONENTS
     if not_built:
         raise ConfigError(
-            f"found {DUMP_VARIABLE}={value!r}; this version records 'reqs' (or 'all') only, not {', '.join(sorted(not_built))}; "
+            f"found {DUMP_VARIABLE}={value!r}; this version records 'reqs' (or 'all') only, not "
+            f"{', '.join(sorted(not_built))}; "
             "remove them, or set SGLANG_DSPARK_IMPL=builtin for the host's own worker"
         )
     return bool(components)

@@ -1,4 +1,4 @@
-"""Values that cross folders. Shapes: R requests, G = gamma drafts, W = G + 1 window rows, V vocabulary, H hidden size."""
+"""Values that cross folders. Shapes: R requests, G = gamma drafts, W = G + 1 rows, V vocabulary, H hidden size."""
 
 from __future__ import annotations
 

@@ -103,7 +103,9 @@ def test_files_and_functions_stay_small(path: Path) -> None:
 def test_the_step_has_its_five_actions_in_order() -> None:
     tree = ast.parse((PACKAGE / "worker" / "step.py").read_text())
     run = next(node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef) and node.name == "run")
-    called = [node.func.attr for node in ast.walk(run) if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute)]
+    called = [
+        node.func.attr for node in ast.walk(run) if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute)
+    ]
     actions = [name for name in called if name in ("draft", "plan", "verify", "accept", "commit")]
     assert actions == ["draft", "plan", "verify", "accept", "commit"]
 
@@ -111,8 +113,16 @@ def test_the_step_has_its_five_actions_in_order() -> None:
 def test_the_decode_path_reads_nothing_back() -> None:
     """Calls that wait for the device are banned where every step passes."""
     waiting = {"item", "tolist", "cpu", "synchronize", "nonzero", "numpy"}
-    for path in (PACKAGE / "worker" / "step.py", *(PACKAGE / "kernels").glob("*.py"), PACKAGE / "drafter" / "proposer.py"):
-        calls = {node.func.attr for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute)}
+    for path in (
+        PACKAGE / "worker" / "step.py",
+        *(PACKAGE / "kernels").glob("*.py"),
+        PACKAGE / "drafter" / "proposer.py",
+    ):
+        calls = {
+            node.func.attr
+            for node in ast.walk(ast.parse(path.read_text()))
+            if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute)
+        }
         assert not calls & waiting, f"{path.name} calls {sorted(calls & waiting)}"
 
 
@@ -121,6 +131,16 @@ def test_environment_is_read_in_one_place() -> None:
     readers = {
         str(path.relative_to(PACKAGE))
         for path in sources()
-        if any(isinstance(node, ast.Attribute) and node.attr in ("environ", "getenv") for node in ast.walk(ast.parse(path.read_text())))
+        if any(
+            isinstance(node, ast.Attribute) and node.attr in ("environ", "getenv")
+            for node in ast.walk(ast.parse(path.read_text()))
+        )
     }
-    assert readers <= {"config.py", "demo/server.py", "demo/model.py", "host/plugin.py", "host/takeover.py", "host/doctor.py"}
+    assert readers <= {
+        "config.py",
+        "demo/server.py",
+        "demo/model.py",
+        "host/plugin.py",
+        "host/takeover.py",
+        "host/doctor.py",
+    }

@@ -28,11 +28,15 @@ def read_config(folder: Path) -> dict[str, Any]:
     path = folder / "config.json"
     if not path.is_file():
         state = "no such folder" if not folder.is_dir() else "no config.json in it"
-        raise CheckpointError(f"found {state}: {folder}; required is a DSpark draft checkpoint; check --speculative-draft-model-path")
+        raise CheckpointError(
+            f"found {state}: {folder}; required is a DSpark draft checkpoint; check --speculative-draft-model-path"
+        )
     try:
         config = json.loads(path.read_text())
     except (json.JSONDecodeError, UnicodeDecodeError) as error:
-        raise CheckpointError(f"found a broken config.json in {folder}: {error}; download the checkpoint again") from None
+        raise CheckpointError(
+            f"found a broken config.json in {folder}: {error}; download the checkpoint again"
+        ) from None
     if not isinstance(config, dict):
         raise CheckpointError(f"found no JSON object in {path}; download the checkpoint again")
     return config
@@ -46,7 +50,9 @@ def read_shapes(folder: Path) -> dict[str, tuple[int, ...]]:
     """
     files = sorted(folder.glob("*.safetensors"))
     if not files:
-        raise CheckpointError(f"found no *.safetensors in {folder}; required are the draft's weights; download the checkpoint again")
+        raise CheckpointError(
+            f"found no *.safetensors in {folder}; required are the draft's weights; download the checkpoint again"
+        )
     shapes: dict[str, tuple[int, ...]] = {}
     for path in files:
         try:
@@ -69,7 +75,8 @@ def _settle_confidence(config: dict[str, Any], spec: DraftSpec, shapes: dict[str
     declared = config.get("enable_confidence_head")
     if declared is not None and bool(declared) != stored:
         raise CheckpointError(
-            f"found enable_confidence_head={declared} but {'a' if stored else 'no'} tensor confidence_head.proj.weight; flag and "
+            f"found enable_confidence_head={declared} but {'a' if stored else 'no'} tensor "
+            "confidence_head.proj.weight; flag and "
             "weights must agree; fix config.json or download the checkpoint again"
         )
     bias = "confidence_head.proj.bias" in shapes
@@ -97,7 +104,8 @@ def check_tensors(spec: DraftSpec, shapes: dict[str, tuple[int, ...]]) -> None:
     ]
     if problems:
         raise CheckpointError(
-            f"the draft's tensors do not fit its config.json; {'; '.join(problems)}; the configuration may belong to another "
+            f"the draft's tensors do not fit its config.json; {'; '.join(problems)}; the configuration may belong "
+            "to another "
             "checkpoint, or the download is incomplete"
         )
 

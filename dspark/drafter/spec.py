@@ -57,7 +57,9 @@ class DraftSpec(BaseModel):
     @model_validator(mode="after")
     def _consistent(self) -> DraftSpec:
         if self.num_heads % self.num_kv_heads:
-            raise ValueError(f"num_attention_heads={self.num_heads} is no multiple of num_key_value_heads={self.num_kv_heads}")
+            raise ValueError(
+                f"num_attention_heads={self.num_heads} is no multiple of num_key_value_heads={self.num_kv_heads}"
+            )
         if self.mask_token_id >= self.vocab_size:
             raise ValueError(f"mask_token_id={self.mask_token_id} lies outside vocab_size={self.vocab_size}")
         if len(set(self.target_layer_ids)) != len(self.target_layer_ids) or min(self.target_layer_ids) < 0:
@@ -82,19 +84,22 @@ class DraftSpec(BaseModel):
         """
         if hidden_size != self.hidden_size:
             raise CheckpointError(
-                f"found a draft with hidden_size={self.hidden_size} for a target with {hidden_size}; the draft shares the "
+                f"found a draft with hidden_size={self.hidden_size} for a target with {hidden_size}; the draft "
+                "shares the "
                 "target's embedding and LM head, so both must be equal; pass the draft that was trained for this target"
             )
         if vocab_size != self.vocab_size:
             raise CheckpointError(
-                f"found a draft with vocab_size={self.vocab_size} for a target with {vocab_size}; reduced or padded draft "
+                f"found a draft with vocab_size={self.vocab_size} for a target with {vocab_size}; reduced or "
+                "padded draft "
                 "vocabularies are not supported; pass the draft that was trained for this target"
             )
         last = num_layers - 2  # the last layer's output is already normed and the host never captures it
         bad = [layer for layer in self.target_layer_ids if layer > last]
         if bad:
             raise CheckpointError(
-                f"found target_layer_ids={list(self.target_layer_ids)}; the target has {num_layers} layers, so ids must lie in "
+                f"found target_layer_ids={list(self.target_layer_ids)}; the target has {num_layers} layers, so ids "
+                "must lie in "
                 f"0..{last} (0-based, the last layer is unusable); {bad} are not; check the index base of the export"
             )
         if self.num_target_layers not in (None, num_layers):
@@ -111,7 +116,8 @@ class DraftSpec(BaseModel):
         """
         if not 1 <= gamma <= self.gamma:
             raise CheckpointError(
-                f"found a block size of {gamma}; this draft was trained with blocks of {self.gamma}, so 1..{self.gamma} are "
+                f"found a block size of {gamma}; this draft was trained with blocks of {self.gamma}, so "
+                f"1..{self.gamma} are "
                 "allowed (beyond it every position collapses); lower --speculative-dspark-block-size"
             )
         return self.model_copy(update={"gamma": gamma})
@@ -206,7 +212,8 @@ def _required(config: Mapping[str, Any], field: str) -> Any:
     value = config.get(field)
     if value is None:
         raise CheckpointError(
-            f"found no {field!r} in the draft's config.json; a DeepSpec draft must state it; add the value it was trained with"
+            f"found no {field!r} in the draft's config.json; a DeepSpec draft must state it; add the value it was "
+            "trained with"
         )
     return value
 
@@ -216,7 +223,9 @@ def _rope(config: Mapping[str, Any]) -> tuple[Any, dict[str, Any] | None]:
     nested = dict(config.get("rope_parameters") or {})
     flat, theta = config.get("rope_theta"), nested.pop("rope_theta", None)
     if flat is not None and theta is not None and float(flat) != float(theta):
-        raise CheckpointError(f"found rope_theta={flat} and rope_parameters.rope_theta={theta}; they must agree; fix config.json")
+        raise CheckpointError(
+            f"found rope_theta={flat} and rope_parameters.rope_theta={theta}; they must agree; fix config.json"
+        )
     scaling = config.get("rope_scaling") or (nested if nested.get("rope_type", "default") != "default" else None)
     chosen = theta if flat is None else flat
     return (_required(config, "rope_theta") if chosen is None else chosen), scaling
@@ -226,13 +235,15 @@ def _refuse_other_formats(config: Mapping[str, Any]) -> None:
     for field, name in _PARALLEL_FORMATS.items():
         if field in config:
             raise CheckpointError(
-                f"found {field!r} in the draft's config.json, which is the {name} format; this version reads DeepSpec drafts "
+                f"found {field!r} in the draft's config.json, which is the {name} format; this version reads "
+                "DeepSpec drafts "
                 f"(architectures {', '.join(ARCHITECTURES)} with a flat config); convert the checkpoint"
             )
     found = config.get("architectures") or []
     if not any(name in ARCHITECTURES for name in found):
         raise CheckpointError(
-            f"found architectures={found} in the draft's config.json; required is one of {', '.join(ARCHITECTURES)}; pass a DSpark "
+            f"found architectures={found} in the draft's config.json; required is one of "
+            f"{', '.join(ARCHITECTURES)}; pass a DSpark "
             "draft with --speculative-draft-model-path (the target itself is no draft)"
         )
     if config.get("sample_from_anchor") is False:
@@ -243,7 +254,8 @@ def _refuse_other_formats(config: Mapping[str, Any]) -> None:
     windowed = [kind for kind in config.get("layer_types") or [] if kind != "full_attention"]
     if windowed or config.get("use_sliding_window"):
         raise CheckpointError(
-            f"found draft layers of type {sorted(set(windowed)) or ['sliding_attention']}; only full_attention drafts are supported; "
+            f"found draft layers of type {sorted(set(windowed)) or ['sliding_attention']}; only full_attention "
+            "drafts are supported; "
             "pass a draft without a sliding window"
         )
     activation = config.get("hidden_act", "silu")

@@ -63,7 +63,8 @@ def resolve_server_args(server_args: Any) -> None:
     _refuse_unsupported(server_args)
     if server_args.speculative_draft_model_path is None:
         raise ConfigError(
-            "found no --speculative-draft-model-path; DSPARK needs the checkpoint of a drafter trained for this target; pass its folder or hub name"
+            "found no --speculative-draft-model-path; DSPARK needs the checkpoint of a drafter trained for this "
+            "target; pass its folder or hub name"
         )
     weights = server_args.speculative_draft_load_format != "dummy"
     spec = _load_spec(server_args.speculative_draft_model_path, server_args.speculative_draft_model_revision, weights)
@@ -79,7 +80,8 @@ def resolve_server_args(server_args: Any) -> None:
     _resolve_batch(server_args, spec)
     _note_idle_flags(server_args)
     logger.info(
-        "dspark: resolved gamma=%d window=%d layout=anchor-first mode=%s head=%s confidence=%s target_layers=%s mask_token=%d "
+        "dspark: resolved gamma=%d window=%d layout=anchor-first mode=%s head=%s confidence=%s target_layers=%s "
+        "mask_token=%d "
         "attention=%s max_running_requests=%s overlap=%s",
         spec.gamma,
         spec.window,
@@ -99,7 +101,10 @@ def _refuse_unsupported(server_args: Any) -> None:
 
     device = str(server_args.device).split(":")[0]
     if device not in ("cuda", "cpu") or (device == "cuda" and is_hip()):
-        raise HostError(f"found device {server_args.device!r}; DSPARK serves on NVIDIA GPUs (cuda) and on CPUs; pass --device cuda or cpu")
+        raise HostError(
+            f"found device {server_args.device!r}; DSPARK serves on NVIDIA GPUs (cuda) and on CPUs; pass --device "
+            "cuda or cpu"
+        )
     for found, remedy in refused_features(server_args):
         raise ConfigError(f"found {found}; DSPARK does not support it yet; {remedy}")
 
@@ -112,23 +117,40 @@ def refused_features(server_args: Any) -> list[tuple[str, str]]:
         (server_args.dp_size != 1, f"--dp-size {server_args.dp_size}", "start one server per replica behind a router"),
         (server_args.attn_cp_size != 1, f"attention context parallelism {server_args.attn_cp_size}", "use size 1"),
         (server_args.dcp_size != 1, f"decode context parallelism {server_args.dcp_size}", "use size 1"),
-        (server_args.disaggregation_mode != "null", f"--disaggregation-mode {server_args.disaggregation_mode}", "remove it"),
+        (
+            server_args.disaggregation_mode != "null",
+            f"--disaggregation-mode {server_args.disaggregation_mode}",
+            "remove it",
+        ),
         (bool(server_args.enable_lora), "--enable-lora", "merge the adapter into the target"),
         (server_args.enable_two_batch_overlap, "--enable-two-batch-overlap", "remove it"),
         (server_args.enable_pdmux, "--enable-pdmux", "remove it"),
-        (server_args.enable_hierarchical_cache, "--enable-hierarchical-cache", "remove it: restored tokens would lack draft context"),
-        (server_args.speculative_draft_window_size is not None, "--speculative-draft-window-size", "remove it: the checkpoint says what its layers see"),
-        (server_args.page_size not in (None, 1) and server_args.device == "cpu", f"--page-size {server_args.page_size} on a CPU", "use --page-size 1"),
+        (
+            server_args.enable_hierarchical_cache,
+            "--enable-hierarchical-cache",
+            "remove it: restored tokens would lack draft context",
+        ),
+        (
+            server_args.speculative_draft_window_size is not None,
+            "--speculative-draft-window-size",
+            "remove it: the checkpoint says what its layers see",
+        ),
+        (
+            server_args.page_size not in (None, 1) and server_args.device == "cpu",
+            f"--page-size {server_args.page_size} on a CPU",
+            "use --page-size 1",
+        ),
     )
     return [(found, remedy) for present, found, remedy in checks if present]
 
 
 def _resolve_gamma(server_args: Any, spec: DraftSpec) -> DraftSpec:
-    """gamma from --speculative-dspark-block-size or --speculative-num-draft-tokens (= gamma + 1), else the trained block."""
+    """gamma from --speculative-dspark-block-size, or --speculative-num-draft-tokens - 1, or the trained block."""
     block, rows = server_args.speculative_dspark_block_size, server_args.speculative_num_draft_tokens
     if block is not None and rows is not None and rows != block + 1:
         raise ConfigError(
-            f"found --speculative-dspark-block-size {block} and --speculative-num-draft-tokens {rows}; the second must be the first "
+            f"found --speculative-dspark-block-size {block} and --speculative-num-draft-tokens {rows}; the second "
+            "must be the first "
             "plus 1 (the anchor); pass only one of them"
         )
     gamma = block if block is not None else spec.gamma if rows is None else rows - 1
@@ -136,7 +158,10 @@ def _resolve_gamma(server_args: Any, spec: DraftSpec) -> DraftSpec:
     for field, value in (("speculative_num_steps", 1), ("speculative_eagle_topk", 1)):
         found = getattr(server_args, field)
         if found not in (None, value):
-            raise ConfigError(f"found --{field.replace('_', '-')} {found}; DSPARK drafts one chain per step, so {value} is required; remove the flag")
+            raise ConfigError(
+                f"found --{field.replace('_', '-')} {found}; DSPARK drafts one chain per step, so {value} is "
+                "required; remove the flag"
+            )
         setattr(server_args, field, value)
     server_args.speculative_num_draft_tokens = spec.window
     return spec
@@ -147,13 +172,20 @@ def _resolve_backend(server_args: Any) -> None:
     if str(server_args.device).startswith("cpu"):
         if server_args.attention_backend not in (None, CPU_BACKEND):
             # "intel_amx" is the host's default on a CPU; it needs SGLang's CPU build and has no target verify.
-            logger.warning("dspark: attention backend %s has no verify on a CPU; using %s", server_args.attention_backend, CPU_BACKEND)
+            logger.warning(
+                "dspark: attention backend %s has no verify on a CPU; using %s",
+                server_args.attention_backend,
+                CPU_BACKEND,
+            )
         server_args.attention_backend = CPU_BACKEND
         server_args.speculative_draft_attention_backend = CPU_BACKEND
         return
     from sglang.srt.arg_groups.overrides import attention_backends_of, resolved_view
 
-    for name in {*attention_backends_of(resolved_view(server_args)), server_args.speculative_draft_attention_backend} - {None}:
+    for name in {
+        *attention_backends_of(resolved_view(server_args)),
+        server_args.speculative_draft_attention_backend,
+    } - {None}:
         if name not in CUDA_BACKENDS:
             raise ConfigError(
                 f"found attention backend {name!r}; DSPARK is tested with {', '.join(CUDA_BACKENDS)} on NVIDIA GPUs; "
@@ -163,7 +195,9 @@ def _resolve_backend(server_args: Any) -> None:
 
 def _resolve_draft_quantization(server_args: Any) -> None:
     """The host gives the draft the target's quantisation by default; a draft has its own, or none."""
-    config = read_config(draft_folder(server_args.speculative_draft_model_path, server_args.speculative_draft_model_revision))
+    config = read_config(
+        draft_folder(server_args.speculative_draft_model_path, server_args.speculative_draft_model_revision)
+    )
     inherited = server_args.speculative_draft_model_quantization
     if inherited is not None and inherited == server_args.quantization and not config.get("quantization_config"):
         logger.info("dspark: the draft is not quantised, unlike its target (%s)", server_args.quantization)
@@ -176,7 +210,8 @@ def _resolve_batch(server_args: Any, spec: DraftSpec) -> None:
     if server_args.max_running_requests is None:
         server_args.max_running_requests = derived_max_running_requests(spec)
         logger.info(
-            "dspark: max_running_requests=%d, from the memory that a step's logits take; --max-running-requests overrides it",
+            "dspark: max_running_requests=%d, from the memory that a step's logits take; --max-running-requests "
+            "overrides it",
             server_args.max_running_requests,
         )
     if server_args.enable_mixed_chunk:

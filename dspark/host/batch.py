@@ -50,7 +50,9 @@ def sampling_rows(info: Any, seeds: torch.Tensor) -> SamplingRows:
     )
 
 
-def decode_batch(batch: ScheduleBatch, window: torch.Tensor, req_to_token: torch.Tensor, seeds: SeedTable) -> DecodeBatch:
+def decode_batch(
+    batch: ScheduleBatch, window: torch.Tensor, req_to_token: torch.Tensor, seeds: SeedTable
+) -> DecodeBatch:
     """Gather what a step needs, all on the device.
 
     Args:

@@ -79,16 +79,30 @@ _TABLE_0_5_17 = (
     ),
     HostName(
         _SRT + "model_executor.forward_batch_info.ForwardBatch",
-        ("forward_mode", "batch_size", "input_ids", "req_pool_indices", "seq_lens", "out_cache_loc", "positions", "spec_info"),
+        (
+            "forward_mode",
+            "batch_size",
+            "input_ids",
+            "req_pool_indices",
+            "seq_lens",
+            "out_cache_loc",
+            "positions",
+            "spec_info",
+        ),
     ),
     HostName(_SRT + "model_executor.forward_batch_info.compute_position", ("attn_backend", "extend_prefix_lens")),
     HostName(_SRT + "model_executor.model_runner.ModelRunner.forward", ("self", "forward_batch")),
     HostName(_SRT + "sampling.sampling_batch_info.SamplingBatchInfo.apply_logits_bias", ("self", "logits")),
     # draft network
-    HostName(_SRT + "layers.linear.QKVParallelLinear", ("hidden_size", "head_size", "total_num_heads", "total_num_kv_heads")),
+    HostName(
+        _SRT + "layers.linear.QKVParallelLinear", ("hidden_size", "head_size", "total_num_heads", "total_num_kv_heads")
+    ),
     HostName(_SRT + "layers.linear.MergedColumnParallelLinear", ("input_size", "output_sizes")),
     HostName(_SRT + "layers.linear.RowParallelLinear", ("input_size", "output_size")),
-    HostName(_SRT + "layers.radix_attention.RadixAttention", ("num_heads", "head_dim", "scaling", "num_kv_heads", "layer_id", "attn_type")),
+    HostName(
+        _SRT + "layers.radix_attention.RadixAttention",
+        ("num_heads", "head_dim", "scaling", "num_kv_heads", "layer_id", "attn_type"),
+    ),
     HostName(_SRT + "layers.rotary_embedding.get_rope", ("head_size", "rotary_dim", "max_position", "base")),
     HostName(_SRT + "mem_cache.memory_pool.KVWriteLoc", ("loc",)),
     HostName(_SRT + "layers.attention.torch_native_backend.TorchNativeAttnBackend", ("model_runner",)),
@@ -106,7 +120,9 @@ def host_version() -> str:
     try:
         return importlib.metadata.version("sglang")
     except importlib.metadata.PackageNotFoundError:
-        raise HostError(f"found no sglang; required is one of {', '.join(TABLES)}; pip install sglang=={next(iter(TABLES))}") from None
+        raise HostError(
+            f"found no sglang; required is one of {', '.join(TABLES)}; pip install sglang=={next(iter(TABLES))}"
+        ) from None
 
 
 def _parameters(target: object) -> set[str]:
@@ -149,4 +165,6 @@ def check(version: str | None = None) -> None:
         )
     moved = problems(TABLES[version])
     if moved:
-        raise HostError(f"found sglang {version} without: {'; '.join(moved)}; known to work is {known} as released; reinstall it")
+        raise HostError(
+            f"found sglang {version} without: {'; '.join(moved)}; known to work is {known} as released; reinstall it"
+        )

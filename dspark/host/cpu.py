@@ -52,5 +52,7 @@ def write_reserved_slots(
     firsts = (start_offset - (counts.cumsum(0) - counts)).to(torch.int64)
     columns = firsts.repeat_interleave(counts) + torch.arange(int(counts.sum()))
     if columns.numel() and int(columns.max()) >= req_to_token.shape[1]:
-        raise IndexError(f"a reserve of {int(columns.max()) + 1} slots exceeds a request row of {req_to_token.shape[1]}")
+        raise IndexError(
+            f"a reserve of {int(columns.max()) + 1} slots exceeds a request row of {req_to_token.shape[1]}"
+        )
     req_to_token[rows, columns] = out_cache_loc.to(req_to_token.dtype)

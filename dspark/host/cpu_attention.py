@@ -54,7 +54,7 @@ def verify_layout(
 
 
 class CpuAttentionBackend(TorchNativeAttnBackend):
-    """Plain torch attention; prefill and decode are the host's own code, so that both arms of a comparison share them."""
+    """Plain torch attention; prefill and decode are the host's own, so that both arms of a comparison share them."""
 
     def __init__(self, model_runner: ModelRunner) -> None:
         super().__init__(model_runner)
@@ -88,11 +88,13 @@ class CpuAttentionBackend(TorchNativeAttnBackend):
         if self._layout is None:
             return super().forward_extend(q, k, v, layer, forward_batch, save_kv_cache)
         if save_kv_cache and k is not None:
-            self.token_to_kv_pool.set_kv_buffer(layer, KVWriteLoc(forward_batch.out_cache_loc, self.swa_out_cache_loc), k, v)
+            self.token_to_kv_pool.set_kv_buffer(
+                layer, KVWriteLoc(forward_batch.out_cache_loc, self.swa_out_cache_loc), k, v
+            )
         return self._verify(q, layer, self._layout)
 
     def _verify(self, q: torch.Tensor, layer: RadixAttention, layout: _VerifyLayout) -> torch.Tensor:
-        requests, longest = layout.slots.shape
+        requests, _longest = layout.slots.shape
         heads, dim = layer.tp_q_head_num, layer.qk_head_dim
         grid = q.new_zeros((requests * layout.width, heads, dim))
         grid[layout.grid] = q.view(-1, heads, dim)

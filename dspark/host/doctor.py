@@ -34,12 +34,15 @@ def _plugin() -> str:
     mine = [point for point in entry_points(group=GROUP) if point.value == "dspark.host.plugin:register"]
     if not mine:
         raise HostError(
-            f"found no entry point of sglang-dspark in the group {GROUP}; SGLang finds plugins there; install the package "
+            f"found no entry point of sglang-dspark in the group {GROUP}; SGLang finds plugins there; install the "
+            "package "
             "(pip install sglang-dspark, or pip install -e . in a checkout)"
         )
     allowed = os.environ.get("SGLANG_PLUGINS", "")
     if allowed and mine[0].name not in [name.strip() for name in allowed.split(",")]:
-        raise HostError(f"found SGLANG_PLUGINS={allowed!r}, which leaves out {mine[0].name!r}; add it or unset the variable")
+        raise HostError(
+            f"found SGLANG_PLUGINS={allowed!r}, which leaves out {mine[0].name!r}; add it or unset the variable"
+        )
     return f"entry point {mine[0].name} -> {mine[0].value}"
 
 
@@ -77,7 +80,11 @@ def _device(wanted: str | None) -> tuple[Status, str]:
         if torch.version.hip:
             return "fails", f"found {name} (ROCm); DSPARK serves on NVIDIA GPUs and CPUs; pass --device cpu"
         if (major, minor) < (8, 0):
-            return "fails", f"found {name} (sm_{major}{minor}); the fa3 attention backend needs sm_80 or newer; use another GPU or --device cpu"
+            return (
+                "fails",
+                f"found {name} (sm_{major}{minor}); the fa3 attention backend needs sm_80 or newer; use another "
+                "GPU or --device cpu",
+            )
         return "ok", f"cuda: {name}, sm_{major}{minor}"
     if wanted == "cuda":
         return "fails", "found no GPU that torch can use; --device cuda needs one; pass --device cpu"
@@ -90,7 +97,7 @@ def _backends(wanted: str | None) -> str:
     from dspark.host.arguments import CPU_BACKEND, CUDA_BACKENDS
 
     if torch.cuda.is_available() and wanted != "cpu":
-        return f"{', '.join(CUDA_BACKENDS)}: full-window verify and non-causal draft; every other backend is refused at start"
+        return f"{', '.join(CUDA_BACKENDS)}: full-window verify, non-causal draft; other backends are refused at start"
     return f"{CPU_BACKEND}: full-window and ragged verify, non-causal draft; other backends are replaced by it on a CPU"
 
 
@@ -99,7 +106,8 @@ def _draft(path: str) -> str:
 
     spec = load_draft_spec(draft_folder(path, None))
     return (
-        f"gamma {spec.gamma}, {spec.num_layers} layers, {spec.markov_kind} head, confidence head {'yes' if spec.has_confidence else 'no'}, "
+        f"gamma {spec.gamma}, {spec.num_layers} layers, {spec.markov_kind} head, confidence head "
+        f"{'yes' if spec.has_confidence else 'no'}, "
         f"target layers {list(spec.target_layer_ids)}"
     )
 
@@ -113,7 +121,9 @@ def _pair(model: str, draft: str) -> str:
     for field in ("hidden_size", "num_hidden_layers", "vocab_size"):
         if field not in text:
             raise CheckpointError(f"found no {field!r} in the target's config.json; is {model} a language model?")
-    spec.check_target(hidden_size=text["hidden_size"], num_layers=text["num_hidden_layers"], vocab_size=text["vocab_size"])
+    spec.check_target(
+        hidden_size=text["hidden_size"], num_layers=text["num_hidden_layers"], vocab_size=text["vocab_size"]
+    )
     return "hidden size, vocabulary and layer ids fit"
 
 
@@ -156,5 +166,9 @@ def main(args: argparse.Namespace) -> int:
     for finding in findings:
         table.add_row(finding.name, f"[{colours[finding.status]}]{finding.status}[/]", finding.detail)
     console.print(table)
-    console.print("[green]DSPARK would be served by sglang-dspark.[/]" if healthy else "[red]DSPARK would not be served; see the rows that fail.[/]")
+    console.print(
+        "[green]DSPARK would be served by sglang-dspark.[/]"
+        if healthy
+        else "[red]DSPARK would not be served; see the rows that fail.[/]"
+    )
     return 0 if healthy else 1

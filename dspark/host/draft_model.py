@@ -8,6 +8,7 @@ current block. Source: DSpark paper eqs. (2) and (3).
 from __future__ import annotations
 
 from collections.abc import Iterable
+from typing import Any
 
 import torch
 from sglang.srt.distributed.communication_op import tensor_model_parallel_all_gather
@@ -48,7 +49,8 @@ class DraftAttention(nn.Module):
         tp_size = get_parallel().tp_size
         if spec.num_heads % tp_size or (spec.num_kv_heads % tp_size and tp_size % spec.num_kv_heads):
             raise ConfigError(
-                f"found --tp-size {tp_size} for a draft with {spec.num_heads} heads and {spec.num_kv_heads} KV heads; the heads must divide "
+                f"found --tp-size {tp_size} for a draft with {spec.num_heads} heads and {spec.num_kv_heads} KV "
+                "heads; the heads must divide "
                 "evenly; choose a tensor-parallel size that divides them"
             )
         self.head_dim = spec.head_dim
@@ -175,7 +177,7 @@ class DSparkDraftNet(nn.Module):
         self.norm = RMSNorm(spec.hidden_size, eps=spec.rms_norm_eps)
         self.markov_head = build_markov_head(spec)
         self.confidence_head = build_confidence_head(spec)
-        self._shared: dict[str, nn.Module] = {}  # a dict keeps the target's modules out of this one's parameters
+        self._shared: dict[str, Any] = {}  # a dict keeps the target's modules out of this one's parameters
 
     def share(self, embedding: nn.Module, lm_head: nn.Module) -> None:
         """Use the target's embedding and LM head."""
@@ -206,7 +208,7 @@ class DSparkDraftNet(nn.Module):
         return logits[..., : self.spec.vocab_size]
 
     @torch.no_grad()
-    def write_context(self, pool: object, features: torch.Tensor, positions: torch.Tensor, slots: torch.Tensor) -> None:
+    def write_context(self, pool: Any, features: torch.Tensor, positions: torch.Tensor, slots: torch.Tensor) -> None:
         """Project target features and store the context KV of every layer (paper eqs. 2 and 3).
 
         Args:
@@ -216,8 +218,9 @@ class DSparkDraftNet(nn.Module):
         """
         context = self.hidden_norm(self.fc(features.to(self.fc.weight.dtype)))
         for layer in self.layers:
-            k, v = layer.self_attn.context_kv(context, positions)
-            pool.set_kv_buffer(layer.self_attn.attn, KVWriteLoc(slots), k, v)  # type: ignore[attr-defined]
+            attention: Any = layer.self_attn
+            k, v = attention.context_kv(context, positions)
+            pool.set_kv_buffer(attention.attn, KVWriteLoc(slots), k, v)
 
     def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
         """Load a DeepSpec checkpoint.
@@ -232,7 +235,9 @@ class DSparkDraftNet(nn.Module):
                 continue
             target, shard = _parameter_of(name)
             if target not in parameters:
-                raise CheckpointError(f"found the tensor {name!r}, which fits no part of this draft; download the checkpoint again")
+                raise CheckpointError(
+                    f"found the tensor {name!r}, which fits no part of this draft; download the checkpoint again"
+                )
             parameter = parameters[target]
             loader = getattr(parameter, "weight_loader", default_weight_loader)
             loader(parameter, tensor) if shard is None else loader(parameter, tensor, shard)

@@ -40,4 +40,4 @@ def _refuse_dspark(error: Exception) -> None:
             ) from error
         return original(self, server_args)
 
-    SpeculativeAlgorithm.create_worker = create_worker  # type: ignore[method-assign]
+    SpeculativeAlgorithm.create_worker = create_worker

@@ -69,7 +69,8 @@ def check() -> None:
     lost = [target for target in hooks.TARGETS if target not in HookRegistry._patched]
     if lost:
         raise HostError(
-            f"found hooks that SGLang did not apply: {', '.join(lost)}; all are required; see the error that SGLang logged for them, "
+            f"found hooks that SGLang did not apply: {', '.join(lost)}; all are required; see the error that "
+            "SGLang logged for them, "
             "or set SGLANG_DSPARK_IMPL=builtin for the host's own worker"
         )
 

@@ -95,7 +95,8 @@ class DSparkWorker(BaseSpecWorker):
         embedding = model.get_input_embeddings() if hasattr(model, "get_input_embeddings") else model.model.embed_tokens
         if lm_head is None or not hasattr(lm_head, "weight"):
             raise HostError(
-                f"found no lm_head.weight in the target {type(model).__name__}; the drafter shares the target's LM head; "
+                f"found no lm_head.weight in the target {type(model).__name__}; the drafter shares the target's LM "
+                "head; "
                 "serve a model with one"
             )
         self.draft_model_runner.model.share(embedding, lm_head)
@@ -168,7 +169,9 @@ class DSparkWorker(BaseSpecWorker):
             return self._idle(publish)
         assert self._seeds is not None
         if not isinstance(batch.spec_info, DFlashDraftInputV2):
-            raise HostError(f"found spec_info {type(batch.spec_info).__name__} on a decode batch; required is DFlashDraftInputV2")
+            raise HostError(
+                f"found spec_info {type(batch.spec_info).__name__} on a decode batch; required is DFlashDraftInputV2"
+            )
         if batch.seq_lens.is_cuda:
             # Made on the scheduler's stream, read on this one: the allocator must not reuse it too early.
             batch.seq_lens.record_stream(torch.cuda.current_stream())
@@ -207,7 +210,9 @@ class DSparkWorker(BaseSpecWorker):
     def update_weights_from_disk(self, recv_req: Any) -> tuple[bool, str]:
         """The scheduler has updated the target; the request's path holds no draft."""
         del recv_req
-        logger.warning("dspark: the target's weights changed, the draft's did not; acceptance may fall until it is retrained")
+        logger.warning(
+            "dspark: the target's weights changed, the draft's did not; acceptance may fall until it is retrained"
+        )
         return True, "Succeeded to update model weights (draft unchanged)."
 
     update_weights_from_ipc = update_weights_from_disk
@@ -225,12 +230,16 @@ class DSparkWorker(BaseSpecWorker):
 
     def get_confidence_budget_prepare(self) -> None:
         """The host's budget preparation is not used."""
-        return None
+        return
 
     def set_dspark_forced_budget_frac(self, frac: float | None) -> None:
         """Pin the share of drafts verified; static mode verifies all of them, so only 1 (or none) can be honoured."""
         if frac not in (None, 1.0):
-            logger.error("dspark: found dspark_force_budget_frac=%s; static mode verifies full windows; only 1.0 or null is possible", frac)
+            logger.error(
+                "dspark: found dspark_force_budget_frac=%s; static mode verifies full windows; only 1.0 or null is "
+                "possible",
+                frac,
+            )
 
     def block_accept_estimate_log_suffix(self) -> str | None:
         """Suffix for the decode log line; static mode trims nothing, so there is no ceiling to estimate."""

@@ -1,1 +1,1 @@
-"""One operator per file: a public function with its contract, and (from the CUDA-graph milestone on) a Triton kernel."""
+"""One operator per file: a public function with its contract. Tensors in, tensors out; nothing waits for the device."""

@@ -51,9 +51,7 @@ def _commit(
     )
 
 
-def accept_greedy(
-    draft_tokens: torch.Tensor, target_tokens: torch.Tensor, verify_lens: torch.Tensor
-) -> AcceptResult:
+def accept_greedy(draft_tokens: torch.Tensor, target_tokens: torch.Tensor, verify_lens: torch.Tensor) -> AcceptResult:
     """Accept drafts while they equal the target's own choice.
 
     Args:
@@ -101,9 +99,7 @@ def accept_sample(
     return _commit(accepted, draft_tokens, replacement, verify_lens)
 
 
-def residual_weights(
-    accepted: torch.Tensor, draft_probs: torch.Tensor, target_probs: torch.Tensor
-) -> torch.Tensor:
+def residual_weights(accepted: torch.Tensor, draft_probs: torch.Tensor, target_probs: torch.Tensor) -> torch.Tensor:
     """[R, V]: (p - q)+ of the row where each chain ends, or p itself in the row after the last draft.
 
     Args:

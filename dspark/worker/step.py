@@ -63,9 +63,7 @@ class DecodeStep:
             tokens=torch.cat([batch.anchors[:, None], proposal.tokens], dim=1),
         )
 
-    def accept(
-        self, batch: DecodeBatch, proposal: BlockProposal, plan: VerifyPlan, rows: TargetRows
-    ) -> AcceptResult:
+    def accept(self, batch: DecodeBatch, proposal: BlockProposal, plan: VerifyPlan, rows: TargetRows) -> AcceptResult:
         """Greedy rows follow the target's arg max, sampled rows the rejection rule; one batch may hold both."""
         sampling, drafts = batch.sampling, proposal.tokens
         logits = rows.logits.view(batch.size, -1, rows.logits.shape[-1])

@@ -41,16 +41,18 @@ def test_the_example_is_complete() -> None:
     assert spec.confidence_bias
 
 
-@pytest.mark.parametrize("name", ["fc.weight", "layers.1.mlp.up_proj.weight", "markov_head.markov_w2.weight", "norm.weight"])
+@pytest.mark.parametrize(
+    "name", ["fc.weight", "layers.1.mlp.up_proj.weight", "markov_head.markov_w2.weight", "norm.weight"]
+)
 def test_a_missing_tensor_is_named(copy: Path, name: str) -> None:
     edit_tensors(copy, drop=(name,))
-    with pytest.raises(CheckpointError, match=f"missing: {name}"):
+    with pytest.raises(CheckpointError, match=rf"missing: {name}"):
         load_draft_spec(copy)
 
 
 def test_every_missing_tensor_is_named(copy: Path) -> None:
     edit_tensors(copy, drop=("fc.weight", "norm.weight"))
-    with pytest.raises(CheckpointError, match="missing: fc.weight, norm.weight"):
+    with pytest.raises(CheckpointError, match=r"missing: fc.weight, norm.weight"):
         load_draft_spec(copy)
 
 
@@ -62,7 +64,7 @@ def test_a_wrong_shape_is_named(copy: Path) -> None:
 
 def test_an_unknown_tensor_is_named(copy: Path) -> None:
     edit_tensors(copy, markov_head__gate_proj__weight=torch.zeros(64, 640))
-    with pytest.raises(CheckpointError, match="unknown: markov_head.gate_proj.weight"):
+    with pytest.raises(CheckpointError, match=r"unknown: markov_head.gate_proj.weight"):
         load_draft_spec(copy)
 
 
@@ -73,11 +75,11 @@ def test_copies_of_shared_modules_are_ignored(copy: Path) -> None:
 
 def test_confidence_flag_and_weights_must_agree(copy: Path) -> None:
     edit_config(copy, enable_confidence_head=False)
-    with pytest.raises(CheckpointError, match="enable_confidence_head=False but a tensor"):
+    with pytest.raises(CheckpointError, match=r"enable_confidence_head=False but a tensor"):
         load_draft_spec(copy)
     edit_config(copy, enable_confidence_head=True)
     edit_tensors(copy, drop=("confidence_head.proj.weight", "confidence_head.proj.bias"))
-    with pytest.raises(CheckpointError, match="enable_confidence_head=True but no tensor"):
+    with pytest.raises(CheckpointError, match=r"enable_confidence_head=True but no tensor"):
         load_draft_spec(copy)
     edit_config(copy, enable_confidence_head=...)
     assert not load_draft_spec(copy).has_confidence
@@ -91,13 +93,13 @@ def test_a_confidence_head_without_bias_is_accepted(copy: Path) -> None:
 def test_a_truncated_file_is_named(copy: Path) -> None:
     path = copy / "model.safetensors"
     path.write_bytes(path.read_bytes()[:1_000_000])
-    with pytest.raises(CheckpointError, match="corrupt file .*model.safetensors"):
+    with pytest.raises(CheckpointError, match=r"corrupt file .*model.safetensors"):
         load_draft_spec(copy)
 
 
 def test_a_file_that_is_no_safetensors_is_named(copy: Path) -> None:
     (copy / "model.safetensors").write_bytes(b"version https://git-lfs.github.com/spec/v1\n")
-    with pytest.raises(CheckpointError, match="corrupt file"):
+    with pytest.raises(CheckpointError, match=r"corrupt file"):
         load_draft_spec(copy)
 
 
@@ -112,9 +114,9 @@ def test_a_broken_configuration_is_named(copy: Path, content: str | None, text: 
 
 
 def test_missing_things_are_named(copy: Path) -> None:
-    with pytest.raises(CheckpointError, match="no such folder"):
+    with pytest.raises(CheckpointError, match=r"no such folder"):
         load_draft_spec(copy / "nowhere")
     (copy / "model.safetensors").unlink()
-    with pytest.raises(CheckpointError, match="no \\*.safetensors"):
+    with pytest.raises(CheckpointError, match=r"no \*.safetensors"):
         load_draft_spec(copy)
     assert load_draft_spec(copy, weights=False).gamma == 7

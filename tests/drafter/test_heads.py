@@ -106,8 +106,10 @@ def test_block_equals_paper(kind: str, gamma: int) -> None:
     head, inputs = _head(kind), _inputs(5, gamma)
     for temperature in (1.0, 0.6):
         proposal = propose_block(head, None, *inputs, _sampling(5, temperature))
-        assert proposal.tokens.shape == (5, gamma) and proposal.tokens.dtype == torch.int64
-        assert proposal.probs.shape == (5, gamma, VOCAB) and proposal.probs.dtype == torch.float32
+        assert proposal.tokens.shape == (5, gamma)
+        assert proposal.tokens.dtype == torch.int64
+        assert proposal.probs.shape == (5, gamma, VOCAB)
+        assert proposal.probs.dtype == torch.float32
         assert proposal.confidence is None
         _check_block(proposal, kind, head, inputs, temperature)
 
@@ -158,7 +160,8 @@ def test_confidence_is_float32_on_a_bfloat16_drafter() -> None:
     hidden, embedded = torch.randn(2, 3, HIDDEN).bfloat16(), torch.randn(2, 3, RANK).bfloat16()
     found = confidence_head(hidden, embedded)
     assert_equal(found, confidence_head(hidden.float(), embedded.float()), "bfloat16 inputs")
-    assert found.dtype == torch.float32 and found.shape == (2, 3)
+    assert found.dtype == torch.float32
+    assert found.shape == (2, 3)
 
 
 def test_confidence_does_not_see_its_own_draft() -> None:
@@ -208,7 +211,8 @@ def test_proposal_does_not_depend_on_the_batch(kind: str) -> None:
 @pytest.mark.parametrize("kind", KINDS)
 def test_no_requests(kind: str) -> None:
     proposal = propose_block(_head(kind), ConfidenceHead(HIDDEN, RANK, True, True), *_inputs(0, 3), _sampling(0, 1.0))
-    assert proposal.tokens.shape == (0, 3) and proposal.probs.shape == (0, 3, VOCAB)
+    assert proposal.tokens.shape == (0, 3)
+    assert proposal.probs.shape == (0, 3, VOCAB)
     assert proposal.confidence.shape == (0, 3)
 
 

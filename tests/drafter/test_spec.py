@@ -26,9 +26,22 @@ def test_the_example_is_read_as_trained(config: dict[str, Any]) -> None:
 
 @pytest.mark.parametrize(
     "field",
-    ["block_size", "num_hidden_layers", "hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads",
-     "rms_norm_eps", "max_position_embeddings", "target_layer_ids", "mask_token_id", "vocab_size", "markov_rank", "rope_theta"],
-)  # fmt: skip
+    [
+        "block_size",
+        "num_hidden_layers",
+        "hidden_size",
+        "intermediate_size",
+        "num_attention_heads",
+        "num_key_value_heads",
+        "rms_norm_eps",
+        "max_position_embeddings",
+        "target_layer_ids",
+        "mask_token_id",
+        "vocab_size",
+        "markov_rank",
+        "rope_theta",
+    ],
+)
 @pytest.mark.parametrize("absent", ["missing", "null"])
 def test_every_required_field_is_named_when_absent(config: dict[str, Any], field: str, absent: str) -> None:
     if absent == "missing":

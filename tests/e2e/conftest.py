@@ -38,7 +38,11 @@ def plain_answers(target: Path) -> dict[str, Any]:
     from tests.e2e.jobs import native
 
     with serve(target, "--max-running-requests", "8") as server:
-        jobs = [job for job in mixed_traffic() if job.greedy] + retraction_jobs() + [native("context limit", LIMIT_PROMPT, new_tokens=70)]
+        jobs = (
+            [job for job in mixed_traffic() if job.greedy]
+            + retraction_jobs()
+            + [native("context limit", LIMIT_PROMPT, new_tokens=70)]
+        )
         return run_all(server, jobs, at_once=8)
 
 
@@ -50,11 +54,16 @@ def retraction_jobs() -> list[Job]:
     from tests.e2e.jobs import native
 
     topics = ("bees", "rivers", "trains", "bread", "snow", "books")
-    return [native(f"retract {topic}", f"Write down facts about {topic}.\n1.", new_tokens=110, ignore_eos=True) for topic in topics]
+    return [
+        native(f"retract {topic}", f"Write down facts about {topic}.\n1.", new_tokens=110, ignore_eos=True)
+        for topic in topics
+    ]
 
 
 @pytest.fixture(scope="session")
 def overlap_server(target: Path, plain_answers: dict[str, Any]) -> Iterator[ServerProcess]:
     """DSPARK under overlap scheduling, with small prefill chunks and step records."""
-    with serve(target, *DSPARK, "--chunked-prefill-size", "64", "--max-running-requests", "24", SGLANG_DSPARK_DEBUG_DUMP="reqs") as server:
+    with serve(
+        target, *DSPARK, "--chunked-prefill-size", "64", "--max-running-requests", "24", SGLANG_DSPARK_DEBUG_DUMP="reqs"
+    ) as server:
         yield server

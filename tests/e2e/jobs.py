@@ -14,11 +14,16 @@ from dspark.demo.server import ServerProcess
 MODEL = "default"
 TIMEOUT = 600.0
 LONG = (
-    "Here is a list of steps that a baker follows every morning before the shop opens. First she lights the oven and waits "
-    "until the stones are hot. Then she weighs the flour, the water, the salt and the yeast, and mixes them slowly in the large "
-    "steel bowl. While the dough rests under a damp cloth, she prepares the trays, sweeps the floor and reads the orders that "
-    "came in during the night. After an hour she shapes forty small rolls and twelve long loaves, scores each of them twice with "
-    "a sharp blade, and slides them into the oven on a wooden board. When the crust is brown she takes them out, knocks on the "
+    "Here is a list of steps that a baker follows every morning before the shop opens. First she lights the oven "
+    "and waits "
+    "until the stones are hot. Then she weighs the flour, the water, the salt and the yeast, and mixes them slowly "
+    "in the large "
+    "steel bowl. While the dough rests under a damp cloth, she prepares the trays, sweeps the floor and reads the "
+    "orders that "
+    "came in during the night. After an hour she shapes forty small rolls and twelve long loaves, scores each of "
+    "them twice with "
+    "a sharp blade, and slides them into the oven on a wooden board. When the crust is brown she takes them out, "
+    "knocks on the "
     "bottom of one loaf to hear whether it sounds hollow, and sets everything on the rack by the window to cool. "
 )
 
@@ -63,7 +68,13 @@ def chat(name: str, text: str, *, stream: bool, greedy: bool = True, **fields: A
 
 def completion(name: str, prompt: str, *, stream: bool = False, greedy: bool = True, **fields: Any) -> Job:
     """OpenAI completion; returns the text and the finish reason."""
-    payload = {"model": MODEL, "prompt": prompt, "temperature": 0 if greedy else 1.0, "max_tokens": 40, "stream": stream} | fields
+    payload = {
+        "model": MODEL,
+        "prompt": prompt,
+        "temperature": 0 if greedy else 1.0,
+        "max_tokens": 40,
+        "stream": stream,
+    } | fields
 
     def run(server: ServerProcess) -> Any:
         response = _post(server, "/v1/completions", payload, stream)
@@ -89,7 +100,11 @@ def native(name: str, prompt: str, *, greedy: bool = True, new_tokens: int = 40,
 
 def aborted(name: str, prompt: str) -> Job:
     """A client that goes away after a few chunks of a long answer."""
-    payload = {"text": prompt, "stream": True, "sampling_params": {"temperature": 0, "max_new_tokens": 400, "ignore_eos": True}}
+    payload = {
+        "text": prompt,
+        "stream": True,
+        "sampling_params": {"temperature": 0, "max_new_tokens": 400, "ignore_eos": True},
+    }
 
     def run(server: ServerProcess) -> Any:
         with _post(server, "/generate", payload, stream=True) as response:

@@ -39,7 +39,9 @@ def test_the_builtin_is_not_loaded(overlap_server: ServerProcess) -> None:
     assert "serves DSPARK" in overlap_server.log_path.read_text()
 
 
-def test_mixed_traffic_is_lossless_and_nothing_is_lost(overlap_server: ServerProcess, plain_answers: dict[str, Any]) -> None:
+def test_mixed_traffic_is_lossless_and_nothing_is_lost(
+    overlap_server: ServerProcess, plain_answers: dict[str, Any]
+) -> None:
     jobs = mixed_traffic()
     assert len(jobs) == 24
     answers = run_all(overlap_server, jobs, at_once=24)
@@ -56,13 +58,19 @@ def test_steps_equal_the_reference_loop(overlap_server: ServerProcess, target: P
     tokenizer = AutoTokenizer.from_pretrained(target)
     reference = ReferenceDecoder(target, DRAFT)
     overlap_server.flush_cache()
-    for number, question in enumerate(("Write a Python function that reverses a string.", "What is 12 times 12?", LONG + "Why?")):
-        ids = tokenizer.apply_chat_template([{"role": "user", "content": question}], add_generation_prompt=True, return_dict=True)["input_ids"]
+    for number, question in enumerate(
+        ("Write a Python function that reverses a string.", "What is 12 times 12?", LONG + "Why?")
+    ):
+        ids = tokenizer.apply_chat_template(
+            [{"role": "user", "content": question}], add_generation_prompt=True, return_dict=True
+        )["input_ids"]
         expected = reference.generate(ids, 40, eos_ids=(tokenizer.eos_token_id,))
         rid = f"reference-{number}-{time.time()}"
         answer = overlap_server.generate(ids, rid=rid, sampling_params={"temperature": 0, "max_new_tokens": 40})
         assert answer["output_ids"] == expected.tokens
-        steps = [request for step in record(overlap_server)["steps"] for request in step["requests"] if request["rid"] == rid]
+        steps = [
+            request for step in record(overlap_server)["steps"] for request in step["requests"] if request["rid"] == rid
+        ]
         # Under overlap one more step may have run before the host saw the end.
         for got, want in zip(steps, expected.steps, strict=False):
             assert (got["position"], got["anchor"], got["drafts"], got["accepted"], got["committed"]) == (
@@ -88,7 +96,9 @@ def test_a_prefix_hit_and_chunks_accept_as_much_as_a_cold_run(overlap_server: Se
 def test_a_seed_repeats_a_sampled_text(overlap_server: ServerProcess) -> None:
     def sample(**sampling: Any) -> str:
         params = {"temperature": 1.0, "max_new_tokens": 32, "ignore_eos": True} | sampling
-        answer = requests.post(overlap_server.url + "/generate", json={"text": "My dog", "sampling_params": params}, timeout=600)
+        answer = requests.post(
+            overlap_server.url + "/generate", json={"text": "My dog", "sampling_params": params}, timeout=600
+        )
         return answer.json()["text"]
 
     assert sample(sampling_seed=3) == sample(sampling_seed=3)
@@ -110,7 +120,9 @@ def test_a_seed_repeats_a_sampled_text(overlap_server: ServerProcess) -> None:
         ({"sampling_params": {"min_new_tokens": 5}}, "min_new_tokens"),
     ],
 )
-def test_what_is_not_supported_is_answered_with_400(overlap_server: ServerProcess, fields: dict[str, Any], found: str) -> None:
+def test_what_is_not_supported_is_answered_with_400(
+    overlap_server: ServerProcess, fields: dict[str, Any], found: str
+) -> None:
     payload = {"text": "Hello", "sampling_params": {"max_new_tokens": 4}} | fields
     response = requests.post(overlap_server.url + "/generate", json=payload, timeout=120)
     assert response.status_code == 400, response.text
@@ -120,6 +132,10 @@ def test_what_is_not_supported_is_answered_with_400(overlap_server: ServerProces
 
 def test_a_bad_budget_pin_is_refused(overlap_server: ServerProcess) -> None:
     for value in (0.0, 1.5):
-        done = requests.post(overlap_server.url + "/set_internal_state", json={"server_args": {"dspark_force_budget_frac": value}}, timeout=60)
+        done = requests.post(
+            overlap_server.url + "/set_internal_state",
+            json={"server_args": {"dspark_force_budget_frac": value}},
+            timeout=60,
+        )
         assert done.json()["updated"] is False
     assert overlap_server.healthy()

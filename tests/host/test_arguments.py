@@ -72,7 +72,7 @@ def test_what_cannot_be_served_is_named(resolve: Any, flags: dict[str, Any], tex
 
 
 def test_the_target_is_no_draft(resolve: Any, target: Path) -> None:
-    with pytest.raises(CheckpointError, match="architectures=.*LlamaForCausalLM"):
+    with pytest.raises(CheckpointError, match=r"architectures=.*LlamaForCausalLM"):
         resolve(speculative_draft_model_path=str(target))
 
 
@@ -81,13 +81,13 @@ def test_a_draft_of_another_target_is_refused(resolve: Any, tmp_path: Path) -> N
     shutil.copytree(DRAFT, other)
     config = json.loads((other / "config.json").read_text())
     (other / "config.json").write_text(json.dumps(config | {"num_target_layers": 28}))
-    with pytest.raises(CheckpointError, match="num_target_layers=28"):
+    with pytest.raises(CheckpointError, match=r"num_target_layers=28"):
         resolve(speculative_draft_model_path=str(other))
 
 
 def test_a_mode_that_is_not_built_is_refused(resolve: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SGLANG_RAGGED_VERIFY_MODE", "compact")
-    with pytest.raises(ConfigError, match="'static' is required"):
+    with pytest.raises(ConfigError, match=r"'static' is required"):
         resolve()
 
 

@@ -25,7 +25,10 @@ def test_an_unknown_version_is_refused_with_the_known_ones() -> None:
     [
         (compat.HostName("sglang.srt.speculative.spec_info.Moved"), "spec_info.Moved"),
         (compat.HostName("sglang.srt.no_such_module.thing"), "no_such_module"),
-        (compat.HostName("sglang.srt.arg_groups.speculative_hook._handle_dspark", ("arguments",)), "no parameter arguments"),
+        (
+            compat.HostName("sglang.srt.arg_groups.speculative_hook._handle_dspark", ("arguments",)),
+            "no parameter arguments",
+        ),
     ],
 )
 def test_a_moved_name_is_reported(monkeypatch: pytest.MonkeyPatch, name: compat.HostName, text: str) -> None:

@@ -12,7 +12,9 @@ from tests import compare
 
 def test_reserved_slots_land_behind_the_old_ones() -> None:
     table = torch.zeros((4, 10), dtype=torch.int32)
-    write_reserved_slots(torch.tensor([3, 1]), table, torch.tensor([2, 0]), torch.tensor([5, 1]), torch.tensor([11, 12, 13, 21]))
+    write_reserved_slots(
+        torch.tensor([3, 1]), table, torch.tensor([2, 0]), torch.tensor([5, 1]), torch.tensor([11, 12, 13, 21])
+    )
     expected = torch.zeros((4, 10), dtype=torch.int32)
     expected[3, 2:5] = torch.tensor([11, 12, 13])
     expected[1, 0] = 21
@@ -21,14 +23,20 @@ def test_reserved_slots_land_behind_the_old_ones() -> None:
 
 def test_nothing_reserved_writes_nothing() -> None:
     table = torch.full((2, 4), 7, dtype=torch.int32)
-    write_reserved_slots(torch.tensor([0, 1]), table, torch.tensor([3, 4]), torch.tensor([3, 4]), torch.empty(0, dtype=torch.int64))
+    write_reserved_slots(
+        torch.tensor([0, 1]), table, torch.tensor([3, 4]), torch.tensor([3, 4]), torch.empty(0, dtype=torch.int64)
+    )
     compare.assert_equal(table, torch.full((2, 4), 7, dtype=torch.int32), "req_to_token")
 
 
 def test_a_reserve_that_spills_out_of_its_row_is_an_error() -> None:
     with pytest.raises(IndexError, match="5 slots exceeds a request row of 4"):
         write_reserved_slots(
-            torch.tensor([0]), torch.zeros((2, 4), dtype=torch.int32), torch.tensor([3]), torch.tensor([5]), torch.tensor([1, 2])
+            torch.tensor([0]),
+            torch.zeros((2, 4), dtype=torch.int32),
+            torch.tensor([3]),
+            torch.tensor([5]),
+            torch.tensor([1, 2]),
         )
 
 

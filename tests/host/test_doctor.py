@@ -33,7 +33,14 @@ def test_a_healthy_installation_exits_with_zero(target: Path) -> None:
     report = json.loads(done.stdout[done.stdout.index("{") :])
     assert done.returncode == 0, done.stdout
     assert report["healthy"]
-    assert {finding["name"] for finding in report["findings"]} >= {"plugin", "host", "hooks", "device", "draft", "target and draft"}
+    assert {finding["name"] for finding in report["findings"]} >= {
+        "plugin",
+        "host",
+        "hooks",
+        "device",
+        "draft",
+        "target and draft",
+    }
 
 
 def test_a_wrong_draft_exits_with_one_and_says_why() -> None:

@@ -49,19 +49,28 @@ print([name for name in sys.modules if "dspark_worker" in name or "dspark_planne
 def test_the_switch_leaves_the_builtin_in_place() -> None:
     code = "load_plugins()\nprint(Algorithm.DSPARK.create_worker(None).__module__)"
     done = run(code, SGLANG_DSPARK_IMPL="builtin")
-    assert done.stdout.splitlines()[-1] == "sglang.srt.speculative.dspark_components.dspark_worker_v2", done.stderr[-2000:]
+    assert done.stdout.splitlines()[-1] == "sglang.srt.speculative.dspark_components.dspark_worker_v2", done.stderr[
+        -2000:
+    ]
 
 
-@pytest.mark.parametrize(
-    ("sabotage", "text"),
-    [
-        ("from dspark.host import compat; compat.TABLES.clear(); compat.TABLES['9.9'] = ()", "knows 9.9"),
-        ("from dspark.host import hooks; hooks.register = lambda: 1 / 0", "ZeroDivisionError"),
-        ("import sys; sys.modules['dspark.host.takeover'] = None", "not loadable"),
-        ("from dspark.host import hooks; hooks._ADMISSION = 'sglang.srt.managers.scheduler.moved'; hooks.TARGETS += (hooks._ADMISSION,)", "scheduler.moved"),
-    ],
-    ids=["unknown version", "set-up fails", "take-over not importable", "hook not applied"],
-)  # fmt: skip
+SABOTAGE = {
+    "unknown version": (
+        "from dspark.host import compat; compat.TABLES.clear(); compat.TABLES['9.9'] = ()",
+        "knows 9.9",
+    ),
+    "set-up fails": ("from dspark.host import hooks; hooks.register = lambda: 1 / 0", "ZeroDivisionError"),
+    "take-over not importable": ("import sys; sys.modules['dspark.host.takeover'] = None", "not loadable"),
+    "hook not applied": (
+        "from dspark.host import hooks\n"
+        "hooks._ADMISSION = 'sglang.srt.managers.scheduler.moved'\n"
+        "hooks.TARGETS += (hooks._ADMISSION,)",
+        "scheduler.moved",
+    ),
+}
+
+
+@pytest.mark.parametrize(("sabotage", "text"), SABOTAGE.values(), ids=SABOTAGE)
 def test_a_broken_plugin_never_falls_back_to_the_builtin(sabotage: str, text: str) -> None:
     code = f"""
 {sabotage}

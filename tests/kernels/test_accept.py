@@ -79,7 +79,8 @@ def _slow(case: Case, r: int) -> tuple[int, list[int]]:
 
 def _check(result: AcceptResult, case: Case, name: str) -> None:
     requests, gamma = case.tokens.shape
-    assert result.tokens.shape == (requests, gamma + 1) and result.tokens.dtype == torch.int64
+    assert result.tokens.shape == (requests, gamma + 1)
+    assert result.tokens.dtype == torch.int64
     assert result.accepted.dtype == result.committed.dtype == torch.int32
     for r in range(requests):
         accepted, committed = _slow(case, r)
@@ -108,7 +109,8 @@ def test_every_window_length(gamma: int) -> None:
 def test_rows_past_the_window_are_ignored(gamma: int, poison: float) -> None:
     case = _case(40, gamma, 5, seed=2)
     past = torch.arange(gamma + 1)[None, :] >= case.lens[:, None]
-    assert past.any() and not past.all()
+    assert past.any()
+    assert not past.all()
     clean = case.run()
     dirty = case.run(p=case.p.masked_fill(past[..., None], poison))
     for name in ("accepted", "committed", "next_anchor"):
@@ -222,7 +224,8 @@ def test_greedy_equals_slow_rule(requests: int, gamma: int, vocab: int) -> None:
         while accepted < min(length, gamma) and drafted[r, accepted] == target[r, accepted]:
             accepted += 1
         committed = target[r, : min(accepted + 1, length)]  # greedy output is the target's own choice
-        assert int(result.accepted[r]) == accepted and int(result.committed[r]) == len(committed)
+        assert int(result.accepted[r]) == accepted
+        assert int(result.committed[r]) == len(committed)
         assert_equal(result.tokens[r, : len(committed)], committed, f"request {r}")
         assert_equal(result.next_anchor[r], committed[-1], f"next anchor of {r}")
 

@@ -92,8 +92,10 @@ def test_equals_triton_philox(tmp_path) -> None:
 
 def test_uniform_range_and_law() -> None:
     values = uniform(torch.arange(DRAWS), torch.full((DRAWS,), 5), 7, Purpose.ACCEPT)
-    assert values.shape == (DRAWS, 7) and values.dtype == torch.float32
-    assert 0.0 <= float(values.min()) and float(values.max()) < 1.0
+    assert values.shape == (DRAWS, 7)
+    assert values.dtype == torch.float32
+    assert float(values.min()) >= 0.0
+    assert float(values.max()) < 1.0
     assert_distribution(torch.histc(values, 64, 0.0, 1.0), np.full(64, 1 / 64), "uniform histogram")
 
 
@@ -157,7 +159,8 @@ def test_lanes_of_one_vector_are_independent() -> None:
 
 def test_exponential_moments() -> None:
     values = exponential(torch.arange(500), torch.full((500,), 3), torch.full((500,), 2), Purpose.RESIDUAL, 4001)
-    assert values.shape == (500, 4001) and float(values.min()) > 0
+    assert values.shape == (500, 4001)
+    assert float(values.min()) > 0
     flat = values.double().numpy().ravel()
     for order, moment in ((1, 1.0), (2, 2.0), (3, 6.0)):
         spread = np.sqrt((float(stats.expon.moment(2 * order)) - moment**2) / flat.size)

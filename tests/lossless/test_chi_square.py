@@ -71,6 +71,9 @@ class ProposerStep(Step):
             return propose_block(head, None, hidden, self.toy.base[older, anchor], anchor, positions, self.sampling)
 
 
+PLAIN = Settings()
+
+
 @dataclass(frozen=True)
 class Path:
     """One accept path: how requests sample and how windows are chosen."""
@@ -78,7 +81,7 @@ class Path:
     name: str
     gamma: int
     windows: Windows
-    settings: Settings = Settings()
+    settings: Settings = PLAIN
     step: type[Step] = Step
     greedy_every: int = 0  # every n-th request is greedy
     prefill_draw: bool = False
@@ -239,7 +242,7 @@ def reuse_windows(lag: int = 2) -> BudgetWindow:
     return BudgetWindow(1, torch.tensor([1.0, 5.3, 5.3, 5.3, 5.3, 5.4]), torch.full((5,), 0.1), lag)
 
 
-def p_value(step: type[Step], toy: Toy, windows: Windows, settings: Settings = Settings()) -> float:
+def p_value(step: type[Step], toy: Toy, windows: Windows, settings: Settings = PLAIN) -> float:
     """p-value of a step variant against the target's law."""
     sampling: SamplingRows = settings.rows(FAULT_TRIALS, 77 << 33)
     return distribution_p_value(count(generate(step(toy, sampling, windows))), exact_law(toy, settings))

@@ -1,9 +1,8 @@
-"""The step on two toy networks that live in memory: a target that looks one token back, and a drafter that guesses it."""
+"""The step on two toy networks in memory: a target that looks one token back, and a drafter that guesses it."""
 
 from __future__ import annotations
 
 import torch
-
 
 from dspark.drafter.heads import VanillaMarkovHead
 from dspark.types import DecodeBatch, SamplingRows, TargetRows, VerifyPlan
@@ -159,7 +158,8 @@ def test_first_tokens_are_greedy_or_drawn_by_seed() -> None:
     found = first_tokens(logits, rows, positions)
     assert int(found[0]) == 6
     assert int(found[1]) == int(found[2])  # same seed, same position, same distribution
-    draws = [int(first_tokens(logits, sampling([True, False, False], seeds=torch.tensor([1, s, s])), positions)[1]) for s in range(60)]
+    draws = [
+        int(first_tokens(logits, sampling([True, False, False], seeds=torch.tensor([1, s, s])), positions)[1])
+        for s in range(60)
+    ]
     assert len(set(draws)) > 6
-
-
