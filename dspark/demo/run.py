@@ -153,15 +153,11 @@ def _compare(
 
 def _show(console: Console, options: Options, rows: Sequence[Row], different: int, ties: int) -> None:
     title = (
-        f"SmolLM2-135M-Instruct, {options.device} {options.dtype}, greedy, one request at a time, at most "
+        f"SmolLM2-135M-Instruct on {options.device} in {options.dtype}: greedy, one request at a time, at most "
         f"{options.new_tokens} new tokens"
     )
     console.print()
     console.print(render(rows, title))
-    console.print(
-        "k=1.. is the share of steps in which draft k was accepted; accept length counts the token that the target "
-        "adds itself."
-    )
     prompts = len(PROMPTS)
     message = f"greedy output identical for {prompts - different} of {prompts} prompts"
     if ties:

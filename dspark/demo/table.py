@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from rich import box
 from rich.table import Table
 
 from dspark.demo.prompts import Prompt
@@ -77,23 +78,34 @@ def make_rows(none: Sequence[Answer], dspark: Sequence[Answer], gamma: int) -> l
 
 
 def render(rows: Sequence[Row], title: str) -> Table:
-    """The rows as a terminal table; the last one is set apart."""
-    table = Table(title=title, title_justify="left")
-    table.add_column("class")
-    for heading in ("tok/s none", "tok/s DSPARK", "speedup", "accept\nlength"):
-        table.add_column(heading, justify="right")
+    """The rows as a table that fits a terminal of 80 columns; the last row is set apart."""
+    caption = (
+        "tok/s: output tokens per second of request time. accept length: tokens a step commits, the target's own one "
+        "included. k=1..: % of steps in which draft k was accepted."
+    )
+    table = Table(
+        title=title,
+        title_justify="left",
+        title_style="bold",
+        caption=caption,
+        caption_justify="left",
+        box=box.SIMPLE_HEAD,
+        padding=(0, 1, 0, 0),
+    )
+    table.add_column("class", no_wrap=True)
+    for heading in ("tok/s\nnone", "tok/s\nDSPARK", "speed\nup", "accept\nlength"):
+        table.add_column(heading, justify="right", no_wrap=True)
     for k in range(1, len(rows[0].accepted) + 1):
-        table.add_column(f"k={k}", justify="right")
+        table.add_column(f"\nk={k}", justify="right", no_wrap=True)
     for row in rows:
         if row is rows[-1]:
             table.add_section()
-        speedup = f"{row.tok_s_dspark / row.tok_s_none:.2f}x" if row.tok_s_none else "-"
         table.add_row(
             row.name,
             f"{row.tok_s_none:.1f}",
             f"{row.tok_s_dspark:.1f}",
-            speedup,
+            f"{row.tok_s_dspark / row.tok_s_none:.2f}x" if row.tok_s_none else "-",
             f"{row.accept_length:.2f}",
-            *(f"{share:.0%}" for share in row.accepted),
+            *(f"{100 * share:.0f}" for share in row.accepted),
         )
     return table

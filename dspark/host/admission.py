@@ -4,6 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
+# A refused request still passes through one prefill of the host, which ends it. What was refused must not act there:
+# penalties alone would compile kernels for most of a minute, while every other request waits.
+_NEUTRAL = {"frequency_penalty": 0.0, "presence_penalty": 0.0, "repetition_penalty": 1.0, "min_new_tokens": 0}
+
 # (test on the request, name of what was found)
 _UNSUPPORTED = (
     (lambda req: req.return_logprob, "return_logprob (logprobs)"),
@@ -26,11 +30,14 @@ def refusal(req: Any) -> str | None:
     """Why a request cannot be served with DSPARK, or None if it can.
 
     Args:
-        req: the host's ``Req``, sampling parameters normalised.
+        req: the host's ``Req``, sampling parameters normalised; a refused one loses what it was refused for.
     """
     found = [name for test, name in _UNSUPPORTED if test(req)]
     if not found:
         return None
+    for field, value in _NEUTRAL.items():
+        setattr(req.sampling_params, field, value)
+    req.custom_logit_processor = None
     return (
         f"This server decodes speculatively (DSPARK) and does not support {', '.join(found)} yet; "
         "remove it from the request, or send the request to a server without --speculative-algorithm."

@@ -64,7 +64,7 @@ def test_steps_equal_the_reference_loop(overlap_server: ServerProcess, target: P
         ids = tokenizer.apply_chat_template(
             [{"role": "user", "content": question}], add_generation_prompt=True, return_dict=True
         )["input_ids"]
-        expected = reference.generate(ids, 40, eos_ids=(tokenizer.eos_token_id,))
+        expected = reference.generate(ids, 40, eos_ids=(1, 2))
         rid = f"reference-{number}-{time.time()}"
         answer = overlap_server.generate(ids, rid=rid, sampling_params={"temperature": 0, "max_new_tokens": 40})
         assert answer["output_ids"] == expected.tokens
@@ -137,5 +137,5 @@ def test_a_bad_budget_pin_is_refused(overlap_server: ServerProcess) -> None:
             json={"server_args": {"dspark_force_budget_frac": value}},
             timeout=60,
         )
-        assert done.json()["updated"] is False
+        assert done.json()[0]["updated"] is False
     assert overlap_server.healthy()

@@ -1,0 +1,274 @@
+"""Sequential temperature scaling: make survival mean what it says (paper section 3.1).
+
+    c[k] = sigmoid(z[k] / T[k] + b[k]),   a[k] = c[1] * ... * c[k]
+
+``z`` is the logit of the confidence head. Positions are fitted left to right, those before fixed, so that a[k] matches
+how often drafts 1..k are all accepted. The plain form has b = 0 and is what SGLang's file holds; b is for our own
+per-temperature classes, where a head is not too sharp but simply too hopeful.
+
+Differences to the paper, which searches the T that minimises the binned calibration error (ECE): that error jumps as
+rows cross bin edges and has several minima where few blocks survive. We minimise the logarithmic loss of a[k], a proper
+score with the same optimum for a head that scaling can repair, plus a penalty worth a few blocks that draws T towards 1.
+A temperature is kept only if rows that did not choose it agree; ECE is reported on rows that did neither.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+from scipy.optimize import minimize, minimize_scalar
+
+from dspark.scheduler.json_file import refuse
+
+BINS = 15
+LOG_TEMPERATURE_BOUND = float(np.log(20.0))
+PRIOR_DEVIATION = 0.5  # of log T and of b: how far from "the head is right" one expects to find a trained head
+REPLICATES = 200  # of the bootstrap
+INTERVAL = (2.5, 97.5)  # percentiles
+MIN_BLOCKS = 16
+_ADVICE = "collect more blocks, in static or cap-accept mode, where no row is trimmed"
+_TINY = 1e-12  # probabilities are kept this far from 0 and 1, so that one sure and wrong row does not decide a fit
+
+
+@dataclass(frozen=True, eq=False)
+class Calibration:
+    """What turns confidence logits into confidences."""
+
+    temperatures: np.ndarray  # [G] float64 > 0
+    offsets: np.ndarray  # [G] float64
+
+    @classmethod
+    def identity(cls, gamma: int) -> Calibration:
+        return cls(np.ones(gamma), np.zeros(gamma))
+
+
+def confidence_of(logits: np.ndarray, calibration: Calibration) -> np.ndarray:
+    """[N, G] float64 confidences of [N, G] logits; NaN stays NaN (``survival_of`` counts it)."""
+    return np.exp(_log_sigmoid(np.asarray(logits, np.float64) / calibration.temperatures + calibration.offsets))
+
+
+def survival_labels(accept_probability: np.ndarray) -> np.ndarray:
+    """[N, G] float64: probability that drafts 1..k are all accepted, from that of each given those before it.
+
+    Args:
+        accept_probability: [N, G] in [0, 1], min(1, p / q) of the rejection rule, or 0 and 1 for greedy requests. What
+            stands after the first 0 of a row does not matter.
+    """
+    return np.multiply.accumulate(np.asarray(accept_probability, np.float64), axis=1)
+
+
+def calibration_error(predicted: np.ndarray, labels: np.ndarray, weights: np.ndarray | None = None) -> np.ndarray:
+    """Expected calibration error per position, ``BINS`` equal bins of [0, 1]: sum over bins of |sum of errors| / N.
+
+    Args:
+        predicted, labels: [N, G] survival, and what came of it in [0, 1].
+        weights: [N], or None for 1.
+
+    Returns:
+        [G] float64.
+    """
+    count, gamma = predicted.shape
+    weights = np.ones(count) if weights is None else weights
+    sums = np.bincount(
+        _bins(predicted).ravel(), ((labels - predicted) * weights[:, None]).ravel(), minlength=gamma * BINS
+    )
+    return np.abs(sums).reshape(gamma, BINS).sum(axis=1) / weights.sum()
+
+
+def noise_floor(predicted: np.ndarray, labels: np.ndarray) -> np.ndarray:
+    """[G] float64: the calibration error that so many rows would show on average if the prediction were perfect.
+
+    The sum of errors of a bin is then close to normal around 0 with the variance seen in the bin, and the mean of |x|
+    is sqrt(2 / pi) standard deviations. Soft labels have less variance than 0 and 1, and a lower floor.
+    """
+    count, gamma = predicted.shape
+    bins, errors = _bins(predicted).ravel(), (labels - predicted).ravel()
+    size = np.maximum(np.bincount(bins, minlength=gamma * BINS), 1)
+    total = np.bincount(bins, errors, minlength=gamma * BINS)
+    spread = np.bincount(bins, errors**2, minlength=gamma * BINS) - total**2 / size
+    deviation = np.sqrt(np.maximum(spread, 0.0) * size / np.maximum(size - 1, 1))
+    return np.sqrt(2 / np.pi) * deviation.reshape(gamma, BINS).sum(axis=1) / count
+
+
+@dataclass(frozen=True, eq=False)
+class StsFit:
+    """A calibration and the evidence for it. Errors are of the rows in ``reported``; intervals are 95%, [G, 2]."""
+
+    calibration: Calibration
+    kept: np.ndarray  # [G] bool, positions that the check rows let keep a fitted value; the others have T = 1
+    ece_before: np.ndarray  # [G]
+    ece_after: np.ndarray  # [G]
+    ece_before_interval: np.ndarray
+    ece_after_interval: np.ndarray
+    ece_change_interval: np.ndarray  # of after - before on the same resampled rows
+    noise_floor: np.ndarray  # [G] of the calibrated survival
+    fitted: np.ndarray  # [N] bool, rows that chose the values
+    reported: np.ndarray  # [N] bool, rows that played no part; the rest decided what was kept
+
+
+def fit_sts(
+    logits: np.ndarray, labels: np.ndarray, *, groups: np.ndarray | None = None, seed: int = 0, affine: bool = False
+) -> StsFit:
+    """Fit temperatures on half of the blocks, check them on a quarter, report on the last quarter.
+
+    Args:
+        logits: [N, G] float, raw: collected with no temperatures applied.
+        labels: [N, G] in [0, 1], probability (or fact) that drafts 1..k are all accepted, see ``survival_labels``; from
+            full windows only, or trimmed rows would count as rejected.
+        groups: [N], for example the request of each block: a group is never split between fit and report.
+        seed: of the split and the bootstrap.
+        affine: fit offsets as well.
+
+    Raises:
+        CostTableError: shapes differ, too few blocks, a logit that is not finite, labels outside [0, 1] or rising along
+            a row.
+    """
+    logits, labels = np.asarray(logits, np.float64), np.asarray(labels, np.float64)
+    _require_rows(logits, labels)
+    rng = np.random.default_rng(seed)
+    codes = np.arange(len(logits)) if groups is None else np.unique(groups, return_inverse=True)[1]
+    share = rng.permutation(codes.max() + 1)[codes] / (codes.max() + 1)
+    fitted, reported = share < 0.5, share >= 0.75
+    checked = ~fitted & ~reported
+    calibration, kept = _fit_checked(logits, labels, fitted, checked, affine, rng)
+
+    before = survival_from(logits[reported], Calibration.identity(logits.shape[1]))
+    after = survival_from(logits[reported], calibration)
+    draws = _bootstrap([before, after], labels[reported], codes[reported], rng)
+    spans = np.percentile(np.concatenate([draws, draws[:, 1:] - draws[:, :1]], axis=1), INTERVAL, axis=0)
+    return StsFit(
+        calibration=calibration,
+        kept=kept,
+        ece_before=calibration_error(before, labels[reported]),
+        ece_after=calibration_error(after, labels[reported]),
+        ece_before_interval=spans[:, 0].T,
+        ece_after_interval=spans[:, 1].T,
+        ece_change_interval=spans[:, 2].T,
+        noise_floor=noise_floor(after, labels[reported]),
+        fitted=fitted,
+        reported=reported,
+    )
+
+
+def survival_from(logits: np.ndarray, calibration: Calibration) -> np.ndarray:
+    """[N, G] float64 survival of [N, G] finite logits."""
+    return np.multiply.accumulate(confidence_of(logits, calibration), axis=1)
+
+
+def _require_rows(logits: np.ndarray, labels: np.ndarray) -> None:
+    if logits.ndim != 2 or logits.shape != labels.shape:
+        refuse(f"logits of shape {logits.shape} and labels of shape {labels.shape}", "both [N, gamma]", _ADVICE)
+    if len(logits) < MIN_BLOCKS:
+        refuse(f"{len(logits)} blocks", f"at least {MIN_BLOCKS}", _ADVICE)
+    if not np.isfinite(logits).all():
+        refuse(f"{int((~np.isfinite(logits)).sum())} logits that are not finite", "finite logits", _ADVICE)
+    if not ((labels >= 0) & (labels <= 1)).all():
+        refuse("labels outside [0, 1]", "probabilities of acceptance", _ADVICE)
+    if (np.diff(labels, axis=1) > 0).any():
+        refuse(
+            "labels that rise along a block",
+            "labels of the whole prefix, see survival_labels",
+            "multiply them up first",
+        )
+
+
+def _fit_checked(
+    logits: np.ndarray,
+    labels: np.ndarray,
+    fitted: np.ndarray,
+    checked: np.ndarray,
+    affine: bool,
+    rng: np.random.Generator,
+) -> tuple[Calibration, np.ndarray]:
+    """Fit left to right, keeping what the check rows confirm.
+
+    A position keeps its fit if the logarithmic loss of the check rows falls. If even so the calibration error of some
+    position is worse than raw by more than noise, the positions up to it go back to raw and the rest is fitted again: the
+    error of a product depends on all its factors.
+    """
+    gamma = logits.shape[1]
+    raw = survival_from(logits[checked], Calibration.identity(gamma))
+    frozen = 0
+    while True:
+        calibration, kept = _fit_left_to_right(logits, labels, fitted, checked, affine, frozen)
+        scaled = survival_from(logits[checked], calibration)
+        change = calibration_error(scaled, labels[checked]) - calibration_error(raw, labels[checked])
+        draws = _bootstrap([raw, scaled], labels[checked], np.arange(len(raw)), rng)
+        noise = (draws[:, 1] - draws[:, 0]).std(axis=0)
+        worse = change > noise
+        if not worse.any():
+            return calibration, kept
+        frozen = max(int(np.argmax(worse)), frozen) + 1
+
+
+def _fit_left_to_right(
+    logits: np.ndarray, labels: np.ndarray, fitted: np.ndarray, checked: np.ndarray, affine: bool, frozen: int
+) -> tuple[Calibration, np.ndarray]:
+    """Positions below ``frozen`` stay raw. Returns the calibration and [G] bool, the positions that differ from raw."""
+    gamma = logits.shape[1]
+    calibration, kept = Calibration.identity(gamma), np.zeros(gamma, dtype=bool)
+    log_before = np.zeros(len(logits))
+    for position in range(gamma):
+        z, y = logits[:, position], labels[:, position]
+        if position >= frozen:
+            log_t, offset = _fit_position(log_before[fitted], z[fitted], y[fitted], affine)
+            losses = [
+                _loss(log_before[checked] + _log_sigmoid(scaled), y[checked])
+                for scaled in (z[checked] / np.exp(log_t) + offset, z[checked])
+            ]
+            if losses[0] < losses[1]:
+                kept[position] = True
+                calibration.temperatures[position], calibration.offsets[position] = np.exp(log_t), offset
+        log_before += _log_sigmoid(z / calibration.temperatures[position] + calibration.offsets[position])
+    return calibration, kept
+
+
+def _fit_position(log_before: np.ndarray, z: np.ndarray, y: np.ndarray, affine: bool) -> tuple[float, float]:
+    """(log T, b) of smallest penalised loss. Beyond the first position the loss may have several minima in T, so a grid
+    finds the valley and a bounded search its floor."""
+
+    def loss(log_t: float, offset: float = 0.0) -> float:
+        penalty = (log_t**2 + offset**2) / (2 * PRIOR_DEVIATION**2)
+        return _loss(log_before + _log_sigmoid(z * np.exp(-log_t) + offset), y) + penalty
+
+    grid = np.linspace(-LOG_TEMPERATURE_BOUND, LOG_TEMPERATURE_BOUND, 13)
+    start = grid[int(np.argmin([loss(float(point)) for point in grid]))]
+    step = grid[1] - grid[0]
+    low, high = max(start - step, grid[0]), min(start + step, grid[-1])
+    log_t = float(minimize_scalar(loss, bounds=(low, high), method="bounded", options={"xatol": 1e-4}).x)
+    if not affine:
+        return log_t, 0.0
+    bounds = [(-LOG_TEMPERATURE_BOUND, LOG_TEMPERATURE_BOUND), (-5.0, 5.0)]
+    scale = 1.0 / len(z)  # the search stops on absolute changes of the loss
+    best = minimize(lambda x: scale * loss(x[0], x[1]), np.array([log_t, 0.0]), method="L-BFGS-B", bounds=bounds)
+    return float(best.x[0]), float(best.x[1])
+
+
+def _loss(log_survival: np.ndarray, y: np.ndarray) -> float:
+    """Summed logarithmic loss of survival exp(``log_survival``) against labels in [0, 1]."""
+    log_a = np.clip(log_survival, np.log(_TINY), -_TINY)
+    return float(-(y * log_a + (1.0 - y) * np.log(-np.expm1(log_a))).sum())
+
+
+def _log_sigmoid(x: np.ndarray) -> np.ndarray:
+    return -np.logaddexp(0.0, -x)
+
+
+def _bins(predicted: np.ndarray) -> np.ndarray:
+    """[N, G] int64: bin of each survival, numbered through over the positions."""
+    inside = np.minimum((predicted * BINS).astype(np.int64), BINS - 1)
+    return inside + np.arange(predicted.shape[1]) * BINS
+
+
+def _bootstrap(
+    predictions: list[np.ndarray], labels: np.ndarray, codes: np.ndarray, rng: np.random.Generator
+) -> np.ndarray:
+    """[B, P, G] calibration errors of P predictions on B resamplings of the groups in ``codes`` [N]."""
+    groups, members = np.unique(codes, return_inverse=True)
+    draws = np.empty((REPLICATES, len(predictions), labels.shape[1]))
+    for replicate in range(REPLICATES):
+        times = np.bincount(rng.integers(0, len(groups), len(groups)), minlength=len(groups)).astype(np.float64)
+        for index, predicted in enumerate(predictions):
+            draws[replicate, index] = calibration_error(predicted, labels, times[members])
+    return draws

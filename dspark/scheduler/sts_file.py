@@ -1,0 +1,181 @@
+"""The calibration file: SGLang's JSON with a ``provenance`` block of ours, which its reader ignores.
+
+``temperatures`` [gamma], ``dataset``, ``num_samples``, ``ece_before``, ``ece_after``. One vector cannot serve every
+sampling temperature (the event that it predicts is another one), so the block may hold a calibration per class.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+import numpy as np
+from pydantic import BaseModel, ConfigDict
+
+from dspark.scheduler.json_file import mismatches, parse_object, read_text, refuse, require_values, validate
+from dspark.scheduler.sts import Calibration, StsFit
+
+FLAG = "--speculative-dspark-confidence-sts-path"
+ADVICE = f"fit the file for this draft, or leave {FLAG} out to use raw confidences"
+
+
+class StsClass(BaseModel):
+    """Calibration for requests near one sampling temperature."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
+
+    sampling_temperature: float
+    temperatures: tuple[float, ...]
+    offsets: tuple[float, ...]
+    num_samples: int
+    ece_before: tuple[float, ...]
+    ece_after: tuple[float, ...]
+    noise_floor: tuple[float, ...]
+
+
+class StsProvenance(BaseModel):
+    """Where a calibration comes from."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
+
+    model: str  # name of the target
+    draft: str  # name of the draft checkpoint
+    gamma: int
+    host_version: str  # of SGLang
+    mode: Literal["static", "cap-accept"]  # trimmed rows would be labelled rejected
+    labels: Literal["probability", "match"]  # min(1, p / q), or draft equals the target's choice
+    classes: tuple[StsClass, ...] = ()
+
+
+class StsDeployment(BaseModel):
+    """What a calibration must have been fitted for."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
+
+    model: str
+    draft: str
+    gamma: int
+
+
+class StsFile(BaseModel):
+    """The file. Keys that we do not know are let through: fitters add their own."""
+
+    model_config = ConfigDict(extra="ignore", strict=True)
+
+    temperatures: list[float]
+    dataset: str = ""
+    num_samples: int = 0
+    ece_before: list[float] = []
+    ece_after: list[float] = []
+    gamma: int | None = None
+    provenance: StsProvenance | None = None
+
+
+@dataclass(frozen=True, eq=False)
+class StsTable:
+    """Calibrations of a file that was checked."""
+
+    plain: Calibration  # ``temperatures``, for every request in SGLang's own reading
+    classes: tuple[tuple[float, Calibration], ...]  # sampling temperature and its calibration
+    dataset: str
+    num_samples: int
+    provenance: StsProvenance | None
+
+    def for_sampling_temperature(self, temperature: float) -> Calibration:
+        """The class nearest to a request's temperature (0 for greedy), or the plain one if the file has no classes."""
+        if not self.classes:
+            return self.plain
+        return min(self.classes, key=lambda entry: abs(entry[0] - temperature))[1]
+
+
+def load_sts(path: str | Path, gamma: int, deployment: StsDeployment | None = None) -> StsTable:
+    """Read the file that ``--speculative-dspark-confidence-sts-path`` names.
+
+    Raises:
+        ConfigError: the file cannot be read.
+        CostTableError: its contents cannot be used with this draft.
+    """
+    return parse_sts(read_text(path, FLAG), gamma, deployment, source=f"calibration file {str(path)!r}")
+
+
+def parse_sts(
+    text: str, gamma: int, deployment: StsDeployment | None = None, source: str = "calibration file"
+) -> StsTable:
+    """Check a calibration.
+
+    Args:
+        text: JSON.
+        gamma: of the server; a calibration for longer blocks is refused as well, it belongs to another run.
+        deployment: what its provenance, if it has any, must name.
+
+    Raises:
+        CostTableError: no JSON object; temperatures missing, empty, of another length than gamma, not finite or not
+            above zero; error lists of another length; provenance of another model, draft or gamma.
+    """
+    file = validate(StsFile, parse_object(text, source, ADVICE), source, ADVICE)
+    if file.gamma is not None and file.gamma != gamma:
+        refuse(f"gamma = {file.gamma} in {source}", f"gamma = {gamma}, as served", ADVICE)
+    plain = _calibration(file.temperatures, [0.0] * len(file.temperatures), gamma, source)
+    for name, values in (("ece_before", file.ece_before), ("ece_after", file.ece_after)):
+        if values:
+            require_values(name, np.array(values), source, ADVICE, zero=True, length=gamma)
+    if file.num_samples < 0:
+        refuse(f"num_samples = {file.num_samples} in {source}", "a count", ADVICE)
+    classes: list[tuple[float, Calibration]] = []
+    if file.provenance is not None:
+        wrong = mismatches(file.provenance, deployment) if deployment is not None else []
+        if file.provenance.gamma != gamma and not wrong:
+            wrong = [f"gamma: found {file.provenance.gamma}, required {gamma}"]
+        if wrong:
+            refuse(f"{source} of another deployment ({'; '.join(wrong)})", "one fitted for this one", ADVICE)
+        for entry in file.provenance.classes:
+            where = f"the class of sampling temperature {entry.sampling_temperature:g} in {source}"
+            require_values("sampling_temperature", np.array([entry.sampling_temperature]), where, ADVICE, zero=True)
+            classes.append(
+                (entry.sampling_temperature, _calibration(list(entry.temperatures), list(entry.offsets), gamma, where))
+            )
+    return StsTable(plain, tuple(classes), file.dataset, file.num_samples, file.provenance)
+
+
+def _calibration(temperatures: list[float], offsets: list[float], gamma: int, source: str) -> Calibration:
+    values, shifts = np.array(temperatures, dtype=np.float64), np.array(offsets, dtype=np.float64)
+    require_values("temperatures", values, source, ADVICE, length=gamma)
+    require_values("the size of offsets", np.abs(shifts), source, ADVICE, zero=True, length=gamma)
+    return Calibration(values, shifts)
+
+
+def sts_class(sampling_temperature: float, fit: StsFit) -> StsClass:
+    """One class of the provenance block, from a fit on requests of one sampling temperature."""
+    return StsClass(
+        sampling_temperature=sampling_temperature,
+        temperatures=tuple(fit.calibration.temperatures.tolist()),
+        offsets=tuple(fit.calibration.offsets.tolist()),
+        num_samples=int(fit.fitted.size),
+        ece_before=tuple(fit.ece_before.tolist()),
+        ece_after=tuple(fit.ece_after.tolist()),
+        noise_floor=tuple(fit.noise_floor.tolist()),
+    )
+
+
+def to_json(fit: StsFit, *, dataset: str, provenance: StsProvenance | None = None) -> str:
+    """The file of a fit without offsets.
+
+    Args:
+        fit: of ``fit_sts(affine=False)``: SGLang's schema has no place for offsets.
+        dataset: what the blocks were collected on, in words.
+        provenance: our block; classes with offsets belong there.
+    """
+    if np.any(fit.calibration.offsets):
+        refuse("a fit with offsets", "plain temperatures at the top of the file", "put it in provenance.classes")
+    value = {
+        "temperatures": fit.calibration.temperatures.tolist(),
+        "dataset": dataset,
+        "num_samples": int(fit.fitted.size),
+        "ece_before": fit.ece_before.tolist(),
+        "ece_after": fit.ece_after.tolist(),
+    }
+    if provenance is not None:
+        value["provenance"] = provenance.model_dump(mode="json")
+    return json.dumps(value, indent=1) + "\n"
