@@ -2,10 +2,10 @@
 
     T(R, T, C) = max(floor, bias + alpha(R) + rho * C + theta(T) + kappa * C / R * T)
 
-R requests, T rows of the captured graph that runs (a tier, not the rows asked for: padding is paid), C context tokens of
-the batch. ``rho`` prices the KV read that trimming does not save, ``kappa`` the part of attention that grows with the
-rows of each request. ``floor`` is the host's time per step. The paper's SPS(B) (section 3.2) is 1 / T; here draft, sync
-and commit are inside, because what trimming buys is a share of the whole step.
+R requests, T rows of the captured graph that runs (a tier, not the rows asked for: padding is paid), C context tokens
+of the batch. ``rho`` prices the KV read that trimming does not save, ``kappa`` the part of attention that grows with
+the rows of each request. ``floor`` is the host's time per step. The paper's SPS(B) (section 3.2) is 1 / T; here draft,
+sync and commit are inside, because what trimming buys is a share of the whole step.
 
 Invariant: T never falls when R, T or C grows, and it keeps growing past the last probe, so that rows which nobody
 measured are never free.
@@ -107,8 +107,8 @@ class CostModel:
     @cached_property
     def _theta_slope(self) -> float:
         slope = tail_slope(self.m_probes, self.theta_seconds)
-        # A curve that is level over its whole range was measured where rows are hidden under something else. Beyond that
-        # range the only safe belief is that the step grows in proportion to its rows.
+        # A curve that is level over its whole range was measured where rows are hidden under something else. Beyond
+        # that range the only safe belief is that the step grows in proportion to its rows.
         return slope if slope > 0 else float((self.bias_seconds + self.theta_seconds[-1]) / self.m_probes[-1])
 
     @cached_property
@@ -129,20 +129,38 @@ class CostModel:
         Returns:
             [L] float64, non-decreasing in the tier.
         """
+        return np.maximum(
+            self.work_seconds(requests, tiers) + self.context_seconds(requests, tiers) * context_tokens,
+            self.floor_seconds,
+        )
+
+    def work_seconds(self, requests: int, tiers: np.ndarray) -> np.ndarray:
+        """[L] float64: bias + alpha(R) + theta(T), the part that does not depend on the context."""
         alpha = interpolate(float(requests), self.bs_probes, self.alpha_seconds, self._alpha_slope)
         theta = interpolate(tiers, self.m_probes, self.theta_seconds, self._theta_slope)
-        if context_tokens:
-            theta = theta + (self.kappa_seconds_per_token_row * context_tokens / requests) * tiers
-        fixed = self.bias_seconds + float(alpha) + self.rho_seconds_per_token * context_tokens
-        return np.maximum(theta + fixed, self.floor_seconds)
+        return theta + (self.bias_seconds + float(alpha))
+
+    def context_seconds(self, requests: int, tiers: np.ndarray) -> np.ndarray:
+        """[L] float64: rho + kappa * T / R, seconds per context token of the batch."""
+        return self.rho_seconds_per_token + (self.kappa_seconds_per_token_row / requests) * tiers
 
     def plain_step(self, requests: int, context_tokens: float = 0.0) -> float | None:
         """Predicted seconds of a step without draft, one row per request; None if the model does not know."""
+        work = self.plain_work_seconds(requests)
+        if work is None:
+            return None
+        return max(work + self.plain_context_seconds * context_tokens, self.floor_seconds)
+
+    def plain_work_seconds(self, requests: int) -> float | None:
+        """The part of ``plain_step`` that does not depend on the context."""
         if self.plain_probes is None or self.plain_seconds is None:
             return None
-        step = interpolate(float(requests), self.plain_probes, self.plain_seconds, self._plain_slope)
-        context = (self.rho_seconds_per_token + self.kappa_seconds_per_token_row) * context_tokens
-        return max(float(step) + context, self.floor_seconds)
+        return float(interpolate(float(requests), self.plain_probes, self.plain_seconds, self._plain_slope))
+
+    @property
+    def plain_context_seconds(self) -> float:
+        """Seconds per context token of the batch in a step of one row per request."""
+        return self.rho_seconds_per_token + self.kappa_seconds_per_token_row
 
     @property
     def is_flat(self) -> bool:
@@ -174,7 +192,7 @@ class CostModel:
 
 
 def pad_to_tier(rows: int, ladder: np.ndarray) -> int:
-    """Rows of the graph that runs ``rows`` rows: the smallest tier that holds them, or ``rows`` itself beyond the ladder.
+    """Rows of the graph that runs ``rows`` rows: the smallest tier that holds them; beyond the ladder ``rows`` itself.
 
     Args:
         rows: M.

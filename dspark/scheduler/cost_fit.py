@@ -1,7 +1,7 @@
 """A cost model from timed steps, by non-negative least squares.
 
-Each curve is written as a sum of ramps between neighbouring probes with weights >= 0, so the fit cannot fall as the work
-grows, however noisy the timings are or however badly the cells of the sweep separate requests from rows.
+Each curve is written as a sum of ramps between neighbouring probes with weights >= 0, so the fit cannot fall as the
+work grows, however noisy the timings are or however badly the cells of the sweep separate requests from rows.
 """
 
 from __future__ import annotations

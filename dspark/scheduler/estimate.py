@@ -5,8 +5,8 @@
     context   = KV bytes / bandwidth per context token, attention operations per context token and row
 
 Used when no table is given. It is a roofline: shapes of the curve are right (where rows stop being free, how much the
-draft weighs), absolute times are not. So it carries a ``relative_error``, and the planner leaves the full window only for
-gains that an estimate this rough can be trusted with.
+draft weighs), absolute times are not. So it carries a ``relative_error``, and the planner leaves the full window only
+for gains that an estimate this rough can be trusted with.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class Hardware:
     known: bool = True
 
 
-# Substrings of the device name, the more specific first. Decode speed depends on these two numbers more than on anything.
+# Substrings of the device name, the more specific first.
 HARDWARE: tuple[tuple[str, Hardware], ...] = (
     ("B300", Hardware(8.0e12, 2.25e15)),
     ("B200", Hardware(8.0e12, 2.25e15)),
@@ -96,7 +96,7 @@ def dense_shape(
 
 
 def hardware_of(device_name: str) -> Hardware:
-    """Data sheet of a device by its name; an unknown one gets the A100's ratio of bandwidth to rate and ``known=False``."""
+    """Data sheet of a device by its name; an unknown one gets the A100's numbers and ``known=False``."""
     upper = device_name.upper()
     for name, hardware in HARDWARE:
         if name in upper:
@@ -138,9 +138,9 @@ def estimate_cost(
     backbone = np.maximum(shape.draft_bytes / bandwidth, shape.draft_operations_per_row * drafts / rate)
     draft = backbone + gamma * shape.sequential_bytes / bandwidth + head_row * drafts
     error = RELATIVE_ERROR if hardware.known else UNKNOWN_GPU_ERROR
-    notes = ("no cost table given: step times are estimated from bytes and operations",)
+    notes: tuple[str, ...] = ("no cost table given: step times are estimated from bytes and operations",)
     if not hardware.known:
-        notes += ("unknown GPU: estimated with the ratio of bandwidth to arithmetic of an A100",)
+        notes += ("unknown device: estimated with the bandwidth and arithmetic rate of an A100",)
     return CostModel(
         bias_seconds=0.0,
         bs_probes=batches,

@@ -1,8 +1,8 @@
 """Confidences of earlier steps, kept so that the budget of step t reads exactly those of step t - 2.
 
 Why two: under overlap scheduling the host plans step t while step t - 1 runs, so step t - 2 is the newest one whose
-confidences can be on the host; and information this old cannot depend on a draft whose admission is being decided (paper
-section 5.2). With overlap off the same delay is kept, so that both run the same plan.
+confidences can be on the host; and information this old cannot depend on a draft whose admission is being decided
+(paper section 5.2). With overlap off the same delay is kept, so that both run the same plan.
 
 An entry that has not arrived is *late*: the lookup says so and returns no survival. The caller waits for it and counts
 it; a full window, or each rank's own guess, would be a different plan on every rank. Slots carry a generation, raised
@@ -82,6 +82,12 @@ class Lookup:
     found: Found
     survival: np.ndarray | None  # [R, G] float32; the prior in rows that are not known; None if late
     known: np.ndarray  # [R] bool, rows with a confidence of their own
+
+    @property
+    def own(self) -> np.ndarray:
+        """[N, G] float32: the known rows, for ``SurvivalPrior.update``."""
+        assert self.survival is not None, "a late entry has no rows"
+        return self.survival if self.known.all() else self.survival[self.known]
 
     @property
     def informed(self) -> bool:

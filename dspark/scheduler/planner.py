@@ -1,11 +1,12 @@
 """How many drafts a step verifies, and which of them.
 
-    K = argmax over captured tiers T >= R of tau(T) / seconds(R, T, C),   tau(T) = R + sum of the T - R largest survivals
+    T* = argmax over captured tiers T >= R of tau(T) / seconds(R, T, C),    K = T* - R
+    tau(T) = R + sum of the T - R largest survivals
 
 (paper section 3.2, with the global search of section 5.2.) The budget K comes from confidences two steps old, the
-split of K over the requests from the current ones: ``plan`` gets the former, ``allocate`` the latter. A global search on
-current confidences would make admission of a draft depend on drafts after it (paper appendix A), and the output would no
-longer follow the target.
+split of K over the requests from the current ones: ``plan`` gets the former, ``allocate`` the latter. A global search
+on current confidences would make admission of a draft depend on drafts after it (paper appendix A), and the output
+would no longer follow the target.
 
 Both are pure: state goes in and comes out. They run on identical bytes on every rank and so agree without a word.
 """
@@ -13,8 +14,9 @@ Both are pure: state goes in and comes out. They run on identical bytes on every
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from enum import StrEnum
+from typing import NamedTuple
 
 import numpy as np
 
@@ -61,7 +63,8 @@ class Policy:
         ):
             if value is not None and not (low <= value <= high and math.isfinite(value)):
                 raise ConfigError(
-                    f"found {name} = {value!r}; required is a finite number from {low:g} to {high:g}; correct the setting"
+                    f"found {name} = {value!r}; required is a finite number from {low:g} to {high:g}; "
+                    "correct the setting"
                 )
 
 
@@ -91,32 +94,79 @@ class BudgetPlan:
     state: PlanState  # to pass to the next plan
 
 
-@dataclass(frozen=True)
-class _Options:
-    """Tiers that could run, smallest first; the last one holds the full window."""
+@dataclass(frozen=True, eq=False)
+class TierRow:
+    """Tiers that a batch of R requests can run, smallest first; the last one holds the full window."""
 
-    tiers: np.ndarray  # [L] int64
-    drafts: np.ndarray  # [L] int64, draft rows that each holds
-    tokens: np.ndarray  # [L] float64, tau
-    seconds: np.ndarray  # [L] float64
+    tiers: np.ndarray  # [L] int64 rows
+    drafts: np.ndarray  # [L] int64 draft rows that each holds
+    starts: np.ndarray  # int64: where the survivals of each further tier begin in the sorted pool; first tier first
+    seconds: np.ndarray  # [L] float64 without context
+    context_seconds: np.ndarray  # [L] float64 per context token of the batch
+    plain_seconds: float | None  # of a step without draft, without context
+    plain_context_seconds: float  # per context token of the batch
 
 
-def check_ladder(tiers: np.ndarray | list[int]) -> np.ndarray:
-    """[L] int64: captured tiers as the planner takes them.
+@dataclass(frozen=True, eq=False)
+class TierCosts:
+    """Cost model on the captured tiers. Everything that depends only on R is worked out once per R and kept.
 
     Raises:
-        ConfigError: empty, not increasing, or a tier below 1.
+        ConfigError: the ladder is empty, not increasing, or has a tier below 1.
     """
-    ladder = np.asarray(tiers, dtype=np.int64)
-    if ladder.ndim != 1 or ladder.size == 0 or ladder[0] < 1 or (np.diff(ladder) <= 0).any():
-        raise ConfigError(f"found tiers {ladder.tolist()}; required are increasing row counts >= 1; correct the ladder")
-    return ladder
+
+    cost: CostModel
+    ladder: np.ndarray  # [L] int64 captured tiers, rows
+    gamma: int
+    _rows: dict[int, TierRow] = field(default_factory=dict, repr=False)
+
+    def __post_init__(self) -> None:
+        ladder = np.asarray(self.ladder)
+        if ladder.ndim != 1 or ladder.size == 0 or ladder[0] < 1 or (np.diff(ladder) <= 0).any():
+            raise ConfigError(
+                f"found tiers {ladder.tolist()}; required are increasing row counts >= 1; correct the ladder"
+            )
+
+    def row(self, requests: int) -> TierRow:
+        """The tiers of a batch of ``requests`` >= 1."""
+        row = self._rows.get(requests)
+        if row is None:
+            row = self._rows[requests] = self._make_row(requests)
+        return row
+
+    def _make_row(self, requests: int) -> TierRow:
+        full = requests * (self.gamma + 1)
+        first, last = np.searchsorted(self.ladder, (requests, full))
+        tiers = np.asarray(self.ladder[first : last + 1], dtype=np.int64)
+        if last == self.ladder.size:  # no captured graph holds the full window: it runs as it is
+            tiers = np.append(tiers, full)
+        drafts = np.minimum(tiers, full) - requests
+        # A first tier of R rows holds no draft, and an empty segment would not sum to 0 in ``reduceat``.
+        starts = drafts[:-1] if drafts[0] == 0 else np.concatenate([[0], drafts[:-1]])
+        return TierRow(
+            tiers=tiers,
+            drafts=drafts,
+            starts=starts,
+            seconds=self.cost.work_seconds(requests, tiers),
+            context_seconds=self.cost.context_seconds(requests, tiers),
+            plain_seconds=self.cost.plain_work_seconds(requests),
+            plain_context_seconds=self.cost.plain_context_seconds,
+        )
+
+
+class _Choice(NamedTuple):
+    """A drafted step: which tier, and why."""
+
+    at: int  # index of the tier
+    gain: float
+    reason: Reason
+    tokens: float
+    seconds: float
 
 
 def plan(
     survival: np.ndarray,
-    cost: CostModel,
-    ladder: np.ndarray,
+    costs: TierCosts,
     policy: Policy,
     state: PlanState,
     *,
@@ -129,146 +179,132 @@ def plan(
 
     Args:
         survival: [R, G] float32 of the requests of this step, see ``history.lookup``; rows non-increasing, no NaN.
-        cost: seconds of a step.
-        ladder: [L] int64, see ``check_ladder``.
+        costs: seconds of a step per tier.
         policy: settings.
         state: of the plan before.
         context_tokens: C of this step or of at most two steps ago.
         informed: ``Lookup.informed``; the draft is not switched off or on by what is only the prior.
     """
     requests, gamma = survival.shape
+    assert gamma == costs.gamma, f"survival of {gamma} drafts, costs of {costs.gamma}"
     if requests == 0:
         return BudgetPlan(False, 0, 0, 0, 0.0, 0.0, 0.0, Reason.IDLE, state)
-    options = _options(survival, cost, ladder, context_tokens)
+    row = costs.row(requests)
+    order = np.negative(survival, dtype=np.float32).ravel()
+    order.sort()  # ascending negatives are descending survivals
+    tokens = _tokens(order, row, requests)
+    seconds = np.maximum(row.seconds + row.context_seconds * context_tokens, costs.cost.floor_seconds)
+    full_rate = float(tokens[-1] / seconds[-1])
     if policy.forced_fraction is not None:
         budget = math.floor(policy.forced_fraction * requests * gamma)
-        return _forced(survival, budget, options, cost, ladder, context_tokens, state)
-    drafted = _drafted(options, requests, cost, policy, state)
-    plain_seconds = cost.plain_step(requests, context_tokens)
-    if plain_seconds is None:
-        return drafted
-    full_rate = float(options.tokens[-1] / options.seconds[-1])
-    off = replace(
-        drafted,
-        draft=False,
-        budget=0,
-        rows=requests,
-        tier=pad_to_tier(requests, ladder),
-        expected_tokens=float(requests),
-        predicted_seconds=plain_seconds,
-        predicted_gain=requests / plain_seconds / full_rate - 1.0,
-        reason=Reason.DRAFT_OFF,
+        return _forced(order[:budget], requests, full_rate, costs, context_tokens, state)
+    choice = _drafted(tokens, seconds, costs.cost.relative_error, policy, state)
+    trimmed = choice.reason is not Reason.FULL
+    draft, reason, next_state = True, choice.reason, state
+    if state.trimmed != trimmed:
+        next_state = replace(state, trimmed=trimmed)
+    if row.plain_seconds is not None:
+        plain = max(row.plain_seconds + row.plain_context_seconds * context_tokens, costs.cost.floor_seconds)
+        threshold = max(policy.min_draft_off_gain, costs.cost.relative_error)
+        draft, reason, next_state = _draft_or_off(choice, requests, plain, threshold, policy, next_state, informed)
+        if not draft:
+            tier = pad_to_tier(requests, costs.ladder)
+            gain = requests / plain / full_rate - 1.0
+            return BudgetPlan(False, 0, requests, tier, float(requests), plain, gain, reason, next_state)
+    drafts, tier = int(row.drafts[choice.at]), int(row.tiers[choice.at])
+    return BudgetPlan(
+        True, drafts, requests + drafts, tier, choice.tokens, choice.seconds, choice.gain, reason, next_state
     )
-    return _draft_or_off(drafted, off, max(policy.min_draft_off_gain, cost.relative_error), policy, state, informed)
 
 
-def _options(survival: np.ndarray, cost: CostModel, ladder: np.ndarray, context_tokens: float) -> _Options:
-    requests, gamma = survival.shape
-    full = requests * (gamma + 1)
-    first, last = np.searchsorted(ladder, (requests, full))
-    tiers = ladder[first : last + 1]
-    if last == ladder.size:  # no captured graph holds the full window: it runs as it is
-        tiers = np.append(tiers, full)
-    drafts = np.minimum(tiers, full) - requests
-    order = np.negative(survival, dtype=np.float32).ravel()
-    order.sort()  # ascending negatives are descending survivals: one sort, no copy in reverse
-    best_first = np.empty(order.size + 1, dtype=np.float64)
-    best_first[0] = requests
-    np.negative(order, out=best_first[1:])
-    tokens = np.add.accumulate(best_first)[drafts]
-    return _Options(tiers, drafts, tokens, cost.seconds(requests, tiers, context_tokens))
+def _tokens(order: np.ndarray, row: TierRow, requests: int) -> np.ndarray:
+    """[L] float64: tau of each tier, from [R * G] float32 negated survivals in ascending order."""
+    tokens = np.empty(row.tiers.size, dtype=np.float64)
+    tokens[0] = requests
+    gained = np.add.reduceat(order, row.starts, dtype=np.float64)
+    np.subtract(requests, np.add.accumulate(gained), out=tokens[tokens.size - gained.size :])
+    return tokens
 
 
 def _forced(
-    survival: np.ndarray,
-    budget: int,
-    options: _Options,
-    cost: CostModel,
-    ladder: np.ndarray,
-    context_tokens: float,
-    state: PlanState,
+    best: np.ndarray, requests: int, full_rate: float, costs: TierCosts, context_tokens: float, state: PlanState
 ) -> BudgetPlan:
-    """Exactly ``budget`` draft rows, so that a profiler times the work that it asked for."""
-    requests = survival.shape[0]
-    best = -np.sort(-survival, axis=None)[:budget]
-    tier = pad_to_tier(requests + budget, ladder)
-    tokens = requests + float(best.sum(dtype=np.float64))
-    seconds = float(cost.seconds(requests, np.array([tier]), context_tokens)[0])
-    gain = tokens / seconds / float(options.tokens[-1] / options.seconds[-1]) - 1.0
-    return BudgetPlan(True, budget, requests + budget, tier, tokens, seconds, gain, Reason.FORCED, state)
+    """Exactly the given draft rows, so that a profiler times the work that it asked for.
+
+    Args:
+        best: [K] float32 negated survivals of the K rows.
+    """
+    rows = requests + best.size
+    tier = pad_to_tier(rows, costs.ladder)
+    tokens = requests - float(best.sum(dtype=np.float64))
+    seconds = float(costs.cost.seconds(requests, np.array([tier]), context_tokens)[0])
+    gain = tokens / seconds / full_rate - 1.0
+    return BudgetPlan(True, best.size, rows, tier, tokens, seconds, gain, Reason.FORCED, state)
 
 
-def _drafted(options: _Options, requests: int, cost: CostModel, policy: Policy, state: PlanState) -> BudgetPlan:
+def _drafted(
+    tokens: np.ndarray, seconds: np.ndarray, relative_error: float, policy: Policy, state: PlanState
+) -> _Choice:
     """The best tier that the guard and the step time limit allow."""
-    rates = options.tokens / options.seconds
-    full = rates.size - 1
-    allowed = rates.size
+    rates = tokens / seconds
+    full = allowed = rates.size - 1
     if policy.slo_step_seconds is not None:  # seconds never fall along the tiers
-        allowed = int(np.searchsorted(options.seconds, policy.slo_step_seconds, side="right"))
-    chosen = int(rates[: max(allowed, 1)].argmax())
-    gain = float(rates[chosen] / rates[full]) - 1.0
-    if allowed == 0:
+        allowed = int(seconds.searchsorted(policy.slo_step_seconds, side="right")) - 1
+    at = int(rates[: max(allowed, 0) + 1].argmax())
+    gain = float(rates[at] / rates[full]) - 1.0
+    if allowed < 0:
         reason = Reason.SLO_UNREACHABLE
-    elif allowed <= full:
+    elif allowed < full:
         reason = Reason.SLO
     else:
-        enter = max(policy.min_predicted_gain, cost.relative_error)
+        enter = max(policy.min_predicted_gain, relative_error)
         reason = Reason.TRIMMED if gain > (enter * STAY_SHARE if state.trimmed else enter) else Reason.FULL
         if reason is Reason.FULL:
-            chosen, gain = full, 0.0
-    trimmed = reason is not Reason.FULL
-    drafts = int(options.drafts[chosen])
-    return BudgetPlan(
-        draft=True,
-        budget=drafts,
-        rows=requests + drafts,
-        tier=int(options.tiers[chosen]),
-        expected_tokens=float(options.tokens[chosen]),
-        predicted_seconds=float(options.seconds[chosen]),
-        predicted_gain=gain,
-        reason=reason,
-        state=state if state.trimmed == trimmed else replace(state, trimmed=trimmed),
-    )
+            at, gain = full, 0.0
+    return _Choice(at, gain, reason, float(tokens[at]), float(seconds[at]))
 
 
 def _draft_or_off(
-    drafted: BudgetPlan, off: BudgetPlan, threshold: float, policy: Policy, state: PlanState, informed: bool
-) -> BudgetPlan:
-    """Drafted step, plain step, or a probe.
+    drafted: _Choice,
+    requests: int,
+    plain_seconds: float,
+    threshold: float,
+    policy: Policy,
+    state: PlanState,
+    informed: bool,
+) -> tuple[bool, Reason, PlanState]:
+    """Whether to draft, why, and the next state.
 
     Only confidences can tell whether drafting would pay again, and a step with the draft off has none. So one drafted
     step in ``probe_interval`` is a probe; two steps later its confidences decide. The interval is what keeps the time
-    lost on probes below ``max_probe_share``. A batch that has shrunk to half is probed at once, on credit: plain decoding
-    wins by saturation, and that may be over.
+    lost on probes below ``max_probe_share``. A batch that has shrunk to half is probed at once, on credit: plain
+    decoding wins by saturation, and that may be over.
     """
-    if drafted.reason is Reason.SLO_UNREACHABLE:
-        keeps = off.predicted_seconds < drafted.predicted_seconds
-        return replace(off, reason=Reason.SLO_UNREACHABLE, state=replace(state, draft_off=False)) if keeps else drafted
-    off_rate = off.expected_tokens / off.predicted_seconds
-    gain = off_rate * drafted.predicted_seconds / drafted.expected_tokens - 1.0
-    lost_seconds = drafted.predicted_seconds - drafted.expected_tokens / off_rate
-    interval = max(1, math.ceil(lost_seconds / (policy.max_probe_share * off.predicted_seconds)))
-    if not state.draft_off:
-        if not informed or gain <= threshold:
-            return drafted
-        return replace(off, state=PlanState(False, True, interval, 0, off.rows))
+    if drafted.reason is Reason.SLO_UNREACHABLE and plain_seconds < drafted.seconds:
+        return False, drafted.reason, state
+    same_tokens_seconds = drafted.tokens * plain_seconds / requests  # that plain decoding needs for them
+    gain = drafted.seconds / same_tokens_seconds - 1.0
+    if not state.draft_off and (gain <= threshold or not informed):
+        return True, drafted.reason, state
+    if informed and gain <= threshold * STAY_SHARE:
+        return True, drafted.reason, PlanState(trimmed=state.trimmed)
+    interval, credit, at_requests = state.probe_interval, state.probe_credit + 1, state.off_requests
     if informed:
-        if gain <= threshold * STAY_SHARE:
-            return replace(drafted, state=PlanState(trimmed=drafted.state.trimmed))
-        state = replace(state, probe_interval=interval)
-    credit = state.probe_credit + 1
-    if credit >= state.probe_interval or 2 * off.rows <= state.off_requests:
-        probed = replace(state, probe_credit=credit - state.probe_interval, off_requests=off.rows)
-        return replace(drafted, reason=Reason.PROBE, state=probed)
-    return replace(off, state=replace(state, probe_credit=credit))
+        lost_seconds = drafted.seconds - same_tokens_seconds
+        interval = max(1, math.ceil(lost_seconds / (policy.max_probe_share * plain_seconds)))
+    if not state.draft_off:
+        credit, at_requests = 0, requests
+    elif credit >= interval or 2 * requests <= at_requests:
+        return True, Reason.PROBE, PlanState(state.trimmed, True, interval, credit - interval, requests)
+    return False, Reason.DRAFT_OFF, PlanState(state.trimmed, True, interval, credit, at_requests)
 
 
 def allocate(survival: np.ndarray, budget: int) -> np.ndarray:
     """Split a budget over the requests: the ``budget`` drafts of largest survival are verified.
 
-    Ties go to the lower position, then to the lower row, never by value or sort order, so that every rank and the device
-    kernel pick the same drafts. Survival does not increase along a row, so what is picked is a prefix of each row, and
-    whether draft k is picked does not depend on drafts after k of its own request.
+    Ties go to the lower position, then to the lower row, never by sort order, so that every rank and the device kernel
+    pick the same drafts. Survival does not increase along a row, so what is picked is a prefix of each row, and whether
+    draft k is picked does not depend on drafts after k of its own request.
 
     Args:
         survival: [R, G] float32, current; rows non-increasing, no NaN (see ``survival_of``).

@@ -8,7 +8,7 @@ per-temperature classes, where a head is not too sharp but simply too hopeful.
 
 Differences to the paper, which searches the T that minimises the binned calibration error (ECE): that error jumps as
 rows cross bin edges and has several minima where few blocks survive. We minimise the logarithmic loss of a[k], a proper
-score with the same optimum for a head that scaling can repair, plus a penalty worth a few blocks that draws T towards 1.
+score with the same optimum for a head that scaling can repair, plus a penalty worth a few blocks that draws T to 1.
 A temperature is kept only if rows that did not choose it agree; ECE is reported on rows that did neither.
 """
 
@@ -184,8 +184,8 @@ def _fit_checked(
     """Fit left to right, keeping what the check rows confirm.
 
     A position keeps its fit if the logarithmic loss of the check rows falls. If even so the calibration error of some
-    position is worse than raw by more than noise, the positions up to it go back to raw and the rest is fitted again: the
-    error of a product depends on all its factors.
+    position is worse than raw by more than noise, the positions up to it go back to raw and the rest is fitted again:
+    the error of a product depends on all its factors.
     """
     gamma = logits.shape[1]
     raw = survival_from(logits[checked], Calibration.identity(gamma))

@@ -10,11 +10,12 @@ from dataclasses import dataclass
 
 import numpy as np
 
-# Before anything was seen: conditional acceptance of a mediocre drafter, worth a few rows, so that it is soon forgotten.
+# Before anything was seen: conditional acceptance of a mediocre drafter, worth a few rows, so that it is soon gone.
 INITIAL_CONFIDENCE = 0.7
 INITIAL_ROWS = 16.0
 # The running mean forgets with this horizon: seconds of a busy server, so that a change of workload is followed.
 HORIZON_ROWS = 4096.0
+_BELOW_ONE = float(np.nextafter(1.0, 0.0))
 
 
 @dataclass(frozen=True)
@@ -68,5 +69,5 @@ class SurvivalPrior:
             return self
         rows = min(self.rows + count, HORIZON_ROWS)
         share = min(count / rows, 1.0)
-        mean = self.mean + share * (values.mean(axis=0, dtype=np.float64) - self.mean)
-        return SurvivalPrior(np.minimum(mean, np.nextafter(1.0, 0.0)), rows)
+        seen = np.add.reduce(values, axis=0, dtype=np.float64) / count
+        return SurvivalPrior(np.minimum(self.mean + share * (seen - self.mean), _BELOW_ONE), rows)
