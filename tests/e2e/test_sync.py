@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import pytest
+import requests
 
 from dspark.demo.server import ServerProcess
-from tests.e2e.conftest import DSPARK, LIMIT_PROMPT, retraction_jobs, run_all, serve
-from tests.e2e.jobs import mixed_traffic, native
+from tests.e2e.conftest import DSPARK, LIMIT_PROMPT, RETRACTION_PROMPTS, RETRACTION_TOKENS, run_all, serve
+from tests.e2e.jobs import mixed_traffic
 from tests.e2e.test_overlap import wait_until_idle
 
 CONTEXT = 256
@@ -19,54 +21,59 @@ CONTEXT = 256
 
 @pytest.fixture(scope="module")
 def small_server(target: Path, plain_answers: dict[str, Any]) -> Iterator[ServerProcess]:
-    """Synchronous scheduling, blocks of 3, a context of 256 and KV for about four of the six long answers."""
+    """Synchronous scheduling, blocks of 3, a context of 256, and KV for three of the six long answers that it admits."""
     flags = ["--disable-overlap-schedule", "--speculative-dspark-block-size", "3", "--context-length", str(CONTEXT)]
-    with serve(target, *DSPARK, *flags, "--max-total-tokens", "420", "--max-running-requests", "6") as server:
+    flags += ["--max-total-tokens", "420", "--max-running-requests", "6", "--schedule-conservativeness", "0.05"]
+    with serve(target, *DSPARK, *flags) as server:
         yield server
 
 
-def test_retraction_is_lossless(small_server: ServerProcess, plain_answers: dict[str, Any]) -> None:
-    alone = small_server.generate([504, 338], sampling_params={"temperature": 0, "max_new_tokens": 2})
-    assert len(alone["output_ids"]) == 2
-    answers = run_all(small_server, retraction_jobs(), at_once=6)
-    assert re.search("[Rr]etract", small_server.log_path.read_text()), "the server had memory enough: make it smaller"
-    assert answers == {name: plain_answers[name] for name in answers}
-    wait_until_idle(small_server)
-    assert not re.search("leak|Traceback", small_server.log_path.read_text())
+def long_answers(server: ServerProcess, at_once: int) -> list[dict[str, Any]]:
+    """The answers of ``/generate`` to the retraction prompts, in order."""
+
+    def ask(prompt: str) -> dict[str, Any]:
+        params = {"temperature": 0, "max_new_tokens": RETRACTION_TOKENS, "ignore_eos": True}
+        response = requests.post(
+            server.url + "/generate", json={"text": prompt, "sampling_params": params}, timeout=600
+        )
+        assert response.status_code == 200, response.text
+        return response.json()
+
+    with ThreadPoolExecutor(at_once) as clients:
+        return list(clients.map(ask, RETRACTION_PROMPTS))
 
 
-def accept_length(server: ServerProcess, retract: bool) -> float:
-    import requests
-
-    def ask(topic: str) -> dict[str, Any]:
-        params = {"temperature": 0, "max_new_tokens": 110, "ignore_eos": True}
-        payload = {"text": f"Write down facts about {topic}.\n1.", "sampling_params": params}
-        return requests.post(server.url + "/generate", json=payload, timeout=600).json()["meta_info"]
-
-    from concurrent.futures import ThreadPoolExecutor
-
-    with ThreadPoolExecutor(6 if retract else 1) as clients:
-        infos = list(clients.map(ask, ("bees", "rivers", "trains", "bread", "snow", "books")))
+def accept_length(answers: list[dict[str, Any]]) -> float:
+    infos = [answer["meta_info"] for answer in answers]
     return sum(info["completion_tokens"] - 1 for info in infos) / sum(info["spec_verify_ct"] for info in infos)
 
 
-def test_retracted_requests_accept_as_much_as_undisturbed_ones(small_server: ServerProcess) -> None:
-    """A retracted request is prefilled again, with what it had already said; its draft context must come back too."""
+def test_retraction_is_lossless_and_accepts_as_much(small_server: ServerProcess, plain_answers: dict[str, Any]) -> None:
+    """A retracted request is prefilled again with what it had said; its draft context must come back too."""
+    cold = long_answers(small_server, at_once=1)
     small_server.flush_cache()
-    cold = accept_length(small_server, retract=False)
-    small_server.flush_cache()
-    before = len(re.findall("[Rr]etract", small_server.log_path.read_text()))
-    disturbed = accept_length(small_server, retract=True)
-    assert len(re.findall("[Rr]etract", small_server.log_path.read_text())) > before
-    assert disturbed == pytest.approx(cold, rel=0.05)  # block boundaries shift where a request was resumed
+    disturbed = long_answers(small_server, at_once=6)
+    assert sum(answer["meta_info"]["num_retractions"] for answer in cold) == 0
+    assert sum(answer["meta_info"]["num_retractions"] for answer in disturbed) > 0, "memory enough: make it smaller"
+    expected = [plain_answers[f"retract {number}"][0] for number in range(len(RETRACTION_PROMPTS))]
+    assert [answer["output_ids"] for answer in cold] == expected
+    assert [answer["output_ids"] for answer in disturbed] == expected
+    # Block boundaries shift where a request resumes; without its draft context acceptance would fall towards 1.
+    assert accept_length(disturbed) == pytest.approx(accept_length(cold), rel=0.1)
+    wait_until_idle(small_server)
+    assert not re.search("memory leak|Traceback", small_server.log_path.read_text())
 
 
 def test_the_context_limit_inside_a_block(small_server: ServerProcess, plain_answers: dict[str, Any]) -> None:
-    """The answer ends where the context ends, with the tokens of the unlimited server, and the pools stay intact."""
-    tokens, reason = native("limit", LIMIT_PROMPT, new_tokens=70).run(small_server)
-    assert reason["type"] == "length"
-    assert 0 < len(tokens) < 70
-    assert tokens == plain_answers["context limit"][0][: len(tokens)]
+    """The answer fills the context to its last token, as without speculation, and the pools stay intact."""
+    prompt = small_server.post("/generate", {"text": LIMIT_PROMPT, "sampling_params": {"max_new_tokens": 1}})
+    room = CONTEXT - prompt["meta_info"]["prompt_tokens"]
+    assert room > 20
+    params = {"temperature": 0, "max_new_tokens": room, "ignore_eos": True}
+    answer = small_server.post("/generate", {"text": LIMIT_PROMPT, "sampling_params": params})
+    assert answer["meta_info"]["finish_reason"]["type"] == "length"
+    assert room - 2 <= len(answer["output_ids"]) <= room
+    assert answer["output_ids"] == plain_answers["context limit"][0][: len(answer["output_ids"])]
     wait_until_idle(small_server)
     assert small_server.healthy()
 
@@ -78,8 +85,7 @@ def test_greedy_jobs_that_fit_are_lossless(small_server: ServerProcess, plain_an
 
 
 def test_bfloat16_serves(target: Path) -> None:
-    arguments = ["--dtype", "bfloat16"]
-    with serve(target, *DSPARK, *arguments) as server:
+    with serve(target, *DSPARK, "--dtype", "bfloat16") as server:
         params = {"temperature": 0, "max_new_tokens": 40, "ignore_eos": True}
         answer = server.generate([504, 338, 253, 2412], sampling_params=params)
         assert len(answer["output_ids"]) == 40
