@@ -20,6 +20,7 @@ from dspark.errors import ConfigError
 IMPL_VARIABLE = "SGLANG_DSPARK_IMPL"
 MODE_VARIABLE = "SGLANG_RAGGED_VERIFY_MODE"
 DUMP_VARIABLE = "SGLANG_DSPARK_DEBUG_DUMP"
+SIMULATE_VARIABLE = "SGLANG_SIMULATE_ACC_LEN"
 _RECORDED = {"reqs", "all"}
 _OTHER_COMPONENTS = {"core", "step_cpu_time", "step_gpu_time", "draft_gpu_time", "target_verify_gpu_time"}
 
@@ -46,6 +47,11 @@ class Settings(BaseModel):
             raise ConfigError(
                 f"found {IMPL_VARIABLE}={implementation!r}; required is 'plugin' or 'builtin'; unset it for the plugin"
             )
+        if implementation == "plugin" and float(env.get(SIMULATE_VARIABLE) or -1) > 0:
+            raise ConfigError(
+                f"found {SIMULATE_VARIABLE}={env[SIMULATE_VARIABLE]}; this version serves real acceptance only; unset "
+                "it, or set SGLANG_DSPARK_IMPL=builtin for the host's own worker"
+            )
         if implementation == "builtin":
             return cls(implementation="builtin")  # the other variables then belong to the host alone
         try:
@@ -56,6 +62,13 @@ class Settings(BaseModel):
                 f"found {MODE_VARIABLE}={env.get(MODE_VARIABLE)!r}; this version verifies full windows only, so "
                 "'static' is required; unset the variable, or set SGLANG_DSPARK_IMPL=builtin for the host's own worker"
             ) from None
+
+
+def unused_variables(environment: Mapping[str, str] | None = None) -> list[str]:
+    """Variables of the host's own DSPARK that are set and that this version does not use."""
+    env = os.environ if environment is None else environment
+    known = {IMPL_VARIABLE, MODE_VARIABLE, DUMP_VARIABLE}
+    return sorted(name for name in env if name.startswith("SGLANG_DSPARK_") and name not in known)
 
 
 def _records(value: str) -> bool:

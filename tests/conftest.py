@@ -23,3 +23,13 @@ def target() -> Path:
     from dspark.demo.model import prepare_smollm2
 
     return prepare_smollm2(ASSETS)
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Tests marked ``gpu`` run where there is one; elsewhere they are left out, visibly, as deselected."""
+    if torch.cuda.is_available():
+        return
+    gpu = [item for item in items if item.get_closest_marker("gpu")]
+    items[:] = [item for item in items if item not in gpu]
+    if gpu:
+        config.hook.pytest_deselected(items=gpu)

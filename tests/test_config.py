@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from dspark.config import Settings
+from dspark.config import Settings, unused_variables
 from dspark.errors import ConfigError
 
 
@@ -23,6 +23,7 @@ def test_builtin_leaves_every_other_variable_to_the_host() -> None:
         ({"SGLANG_RAGGED_VERIFY_MODE": "sttic"}, "SGLANG_RAGGED_VERIFY_MODE='sttic'"),
         ({"SGLANG_DSPARK_DEBUG_DUMP": "request"}, "request is no component"),
         ({"SGLANG_DSPARK_DEBUG_DUMP": "reqs,core"}, "not core"),
+        ({"SGLANG_SIMULATE_ACC_LEN": "4.0"}, "SGLANG_SIMULATE_ACC_LEN=4.0"),
     ],
 )
 def test_a_bad_value_is_named(environment: dict[str, str], text: str) -> None:
@@ -33,6 +34,11 @@ def test_a_bad_value_is_named(environment: dict[str, str], text: str) -> None:
 @pytest.mark.parametrize("value", ["reqs", "all", " reqs "])
 def test_records_are_kept_on_request(value: str) -> None:
     assert Settings.from_environment({"SGLANG_DSPARK_DEBUG_DUMP": value}).record_steps
+
+
+def test_variables_without_effect_are_found() -> None:
+    environment = {"SGLANG_DSPARK_FAST_KERNEL": "1", "SGLANG_DSPARK_IMPL": "plugin", "PATH": "/bin"}
+    assert unused_variables(environment) == ["SGLANG_DSPARK_FAST_KERNEL"]
 
 
 def test_settings_are_closed() -> None:

@@ -61,8 +61,9 @@ def device_args(device: str, dtype: str | None = None) -> list[str]:
     args = ["--device", device, "--dtype", dtype or default_dtype(device)]
     if device == "cpu":
         # 0.3 of the memory is for weights and KV together: enough for a small model, harmless on a laptop.
-        args += ["--attention-backend", "torch_native", "--disable-cuda-graph", "--mem-fraction-static", "0.3"]
-    return args
+        return [*args, "--attention-backend", "torch_native", "--disable-cuda-graph", "--mem-fraction-static", "0.3"]
+    # SGLang's default differs from GPU to GPU; this is the one that DSPARK is tested with.
+    return [*args, "--attention-backend", "fa3"]
 
 
 def free_port() -> int:

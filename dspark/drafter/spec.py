@@ -71,11 +71,6 @@ class DraftSpec(BaseModel):
         """W: rows of a full verify window."""
         return self.gamma + 1
 
-    @property
-    def kv_elements_per_token(self) -> int:
-        """Elements of K and V that one token takes in all draft layers, before tensor parallelism."""
-        return 2 * self.num_layers * self.num_kv_heads * self.head_dim
-
     def check_target(self, *, hidden_size: int, num_layers: int, vocab_size: int) -> None:
         """Refuse a target that this drafter was not trained for.
 
@@ -246,13 +241,16 @@ def _refuse_other_formats(config: Mapping[str, Any]) -> None:
             f"{', '.join(ARCHITECTURES)}; pass a DSpark "
             "draft with --speculative-draft-model-path (the target itself is no draft)"
         )
-    if config.get("sample_from_anchor") is False:
+    layout = {"sample_from_anchor": True, "shift_label": False, "query_zero_predicts_next": True}
+    odd = [f"{name}={config[name]}" for name, value in layout.items() if config.get(name) not in (None, value)]
+    if odd:
         raise CheckpointError(
-            "found sample_from_anchor=false; this version reads anchor-first blocks (row k predicts anchor + k + 1); "
+            f"found {', '.join(odd)}; this version reads anchor-first blocks (row k predicts anchor + k + 1); "
             "pass a draft trained that way"
         )
     windowed = [kind for kind in config.get("layer_types") or [] if kind != "full_attention"]
-    if windowed or config.get("use_sliding_window"):
+    lone = config.get("sliding_window") and config.get("use_sliding_window") is None and not config.get("layer_types")
+    if windowed or lone or config.get("use_sliding_window"):
         raise CheckpointError(
             f"found draft layers of type {sorted(set(windowed)) or ['sliding_attention']}; only full_attention "
             "drafts are supported; "

@@ -7,7 +7,7 @@ import logging
 from pathlib import Path
 from typing import Any
 
-from dspark.config import Settings
+from dspark.config import Settings, unused_variables
 from dspark.drafter.checkpoint import load_draft_spec, read_config
 from dspark.drafter.spec import DraftSpec
 from dspark.errors import CheckpointError, ConfigError, HostError
@@ -60,20 +60,22 @@ def resolve_server_args(server_args: Any) -> None:
         DSparkError: something cannot be served; the text says what to change.
     """
     settings = Settings.from_environment()
-    _refuse_unsupported(server_args)
-    if server_args.speculative_draft_model_path is None:
-        raise ConfigError(
-            "found no --speculative-draft-model-path; DSPARK needs the checkpoint of a drafter trained for this "
-            "target; pass its folder or hub name"
-        )
-    weights = server_args.speculative_draft_load_format != "dummy"
-    spec = _load_spec(server_args.speculative_draft_model_path, server_args.speculative_draft_model_revision, weights)
+    check_device(str(server_args.device))
+    for found, remedy in refused_features(server_args):
+        raise ConfigError(f"found {found}; DSPARK does not support it yet; {remedy}")
+    spec = check_draft(server_args)
     target = server_args.get_model_config()
     spec.check_target(
         hidden_size=int(target.hidden_size),
         num_layers=int(target.num_hidden_layers),
         vocab_size=int(target.vocab_size),
     )
+    if spec.max_position < int(target.context_len):
+        logger.warning(
+            "dspark: the draft was trained for %d positions, the target serves %d; acceptance may fall beyond them",
+            spec.max_position,
+            target.context_len,
+        )
     spec = _resolve_gamma(server_args, spec)
     _resolve_backend(server_args)
     _resolve_draft_quantization(server_args)
@@ -96,50 +98,80 @@ def resolve_server_args(server_args: Any) -> None:
     )
 
 
-def _refuse_unsupported(server_args: Any) -> None:
+def check_device(device: str) -> None:
+    """Refuse a device that DSPARK cannot serve on.
+
+    Raises:
+        HostError: not an NVIDIA GPU or a CPU, or a CPU next to a GPU.
+    """
+    import torch
     from sglang.srt.utils import is_hip
 
-    device = str(server_args.device).split(":")[0]
-    if device not in ("cuda", "cpu") or (device == "cuda" and is_hip()):
+    kind = device.split(":")[0]
+    if kind not in ("cuda", "cpu") or (kind == "cuda" and is_hip()):
         raise HostError(
-            f"found device {server_args.device!r}; DSPARK serves on NVIDIA GPUs (cuda) and on CPUs; pass --device "
-            "cuda or cpu"
+            f"found device {device!r}; DSPARK serves on NVIDIA GPUs (cuda) and on CPUs; pass --device cuda or cpu"
         )
-    for found, remedy in refused_features(server_args):
-        raise ConfigError(f"found {found}; DSPARK does not support it yet; {remedy}")
+    if kind == "cpu" and torch.cuda.is_available():
+        raise HostError(
+            "found --device cpu on a machine with a GPU; SGLang picks its kernels by machine, not by flag; hide the "
+            "GPU (CUDA_VISIBLE_DEVICES=) or pass --device cuda"
+        )
+
+
+def check_draft(server_args: Any) -> DraftSpec:
+    """Read the draft's configuration and tensor headers.
+
+    Raises:
+        ConfigError: no path was given. CheckpointError: the checkpoint cannot be used.
+    """
+    if server_args.speculative_draft_model_path is None:
+        raise ConfigError(
+            "found no --speculative-draft-model-path; DSPARK needs the checkpoint of a drafter trained for this "
+            "target; pass its folder or hub name"
+        )
+    weights = server_args.speculative_draft_load_format != "dummy"
+    return _load_spec(server_args.speculative_draft_model_path, server_args.speculative_draft_model_revision, weights)
 
 
 def refused_features(server_args: Any) -> list[tuple[str, str]]:
     """(what was found, what to do) for every server feature that cannot be combined with DSPARK."""
+    from sglang.srt.arg_groups.overrides import resolved_view
+    from sglang.srt.configs.hybrid_arch import mambaish_config
+
+    view = resolved_view(server_args)
+    target = server_args.get_model_config()
+    lossy = (view.speculative_accept_threshold_single, view.speculative_accept_threshold_acc) != (1.0, 1.0)
     checks = (
-        (server_args.pp_size != 1, f"--pp-size {server_args.pp_size}", "use --pp-size 1"),
-        (server_args.enable_dp_attention, "--enable-dp-attention", "remove it"),
-        (server_args.dp_size != 1, f"--dp-size {server_args.dp_size}", "start one server per replica behind a router"),
-        (server_args.attn_cp_size != 1, f"attention context parallelism {server_args.attn_cp_size}", "use size 1"),
-        (server_args.dcp_size != 1, f"decode context parallelism {server_args.dcp_size}", "use size 1"),
+        (view.pp_size != 1, f"--pp-size {view.pp_size}", "use --pp-size 1"),
+        (view.enable_dp_attention, "--enable-dp-attention", "remove it"),
+        (view.dp_size != 1, f"--dp-size {view.dp_size}", "start one server per replica behind a router"),
+        (view.attn_cp_size != 1, f"attention context parallelism {view.attn_cp_size}", "use size 1"),
+        (view.dcp_size != 1, f"decode context parallelism {view.dcp_size}", "use size 1"),
+        (view.disaggregation_mode != "null", f"--disaggregation-mode {view.disaggregation_mode}", "remove it"),
+        (bool(view.enable_lora), "--enable-lora", "merge the adapter into the target"),
+        (view.enable_two_batch_overlap, "--enable-two-batch-overlap", "remove it"),
+        (view.enable_pdmux, "--enable-pdmux", "remove it"),
+        (view.enable_hierarchical_cache, "--enable-hierarchical-cache", "remove it"),
+        (view.enable_memory_saver, "--enable-memory-saver", "remove it: a resumed draft would have lost its weights"),
+        (view.enable_torch_compile, "--enable-torch-compile", "remove it"),
+        (view.enable_deterministic_inference, "--enable-deterministic-inference", "remove it"),
         (
-            server_args.disaggregation_mode != "null",
-            f"--disaggregation-mode {server_args.disaggregation_mode}",
-            "remove it",
+            view.speculative_use_rejection_sampling,
+            "--speculative-use-rejection-sampling",
+            "remove it: it is always exact",
         ),
-        (bool(server_args.enable_lora), "--enable-lora", "merge the adapter into the target"),
-        (server_args.enable_two_batch_overlap, "--enable-two-batch-overlap", "remove it"),
-        (server_args.enable_pdmux, "--enable-pdmux", "remove it"),
+        (lossy, "--speculative-accept-threshold-single or -acc below 1", "remove it: acceptance is exact"),
+        (view.speculative_dflash_block_size is not None, "--speculative-dflash-block-size", "remove it"),
+        (view.speculative_draft_window_size is not None, "--speculative-draft-window-size", "remove it"),
+        (view.page_size not in (None, 1), f"--page-size {view.page_size}", "use --page-size 1"),
         (
-            server_args.enable_hierarchical_cache,
-            "--enable-hierarchical-cache",
-            "remove it: restored tokens would lack draft context",
+            view.kv_cache_dtype not in ("auto", "bf16", "bfloat16"),
+            f"--kv-cache-dtype {view.kv_cache_dtype}",
+            "use auto",
         ),
-        (
-            server_args.speculative_draft_window_size is not None,
-            "--speculative-draft-window-size",
-            "remove it: the checkpoint says what its layers see",
-        ),
-        (
-            server_args.page_size not in (None, 1) and server_args.device == "cpu",
-            f"--page-size {server_args.page_size} on a CPU",
-            "use --page-size 1",
-        ),
+        (mambaish_config(target) is not None, "a target with recurrent layers", "serve a pure attention target"),
+        (bool(target.is_hybrid_swa), "a target with sliding-window layers", "serve a full-attention target"),
     )
     return [(found, remedy) for present, found, remedy in checks if present]
 
@@ -177,6 +209,11 @@ def _resolve_backend(server_args: Any) -> None:
                 server_args.attention_backend,
                 CPU_BACKEND,
             )
+        if server_args.speculative_draft_attention_backend not in (None, CPU_BACKEND):
+            raise ConfigError(
+                f"found --speculative-draft-attention-backend {server_args.speculative_draft_attention_backend}; on a "
+                f"CPU the draft runs on {CPU_BACKEND}; remove the flag"
+            )
         server_args.attention_backend = CPU_BACKEND
         server_args.speculative_draft_attention_backend = CPU_BACKEND
         return
@@ -208,7 +245,7 @@ def _resolve_batch(server_args: Any, spec: DraftSpec) -> None:
     from dspark.host.memory import derived_max_running_requests
 
     if server_args.max_running_requests is None:
-        server_args.max_running_requests = derived_max_running_requests(spec)
+        server_args.max_running_requests = derived_max_running_requests(spec, _device_bytes(server_args))
         logger.info(
             "dspark: max_running_requests=%d, from the memory that a step's logits take; --max-running-requests "
             "overrides it",
@@ -219,8 +256,19 @@ def _resolve_batch(server_args: Any, spec: DraftSpec) -> None:
         server_args.enable_mixed_chunk = False
 
 
+def _device_bytes(server_args: Any) -> int:
+    """Memory of the GPU in bytes; 0 on a CPU."""
+    import torch
+
+    if not str(server_args.device).startswith("cuda"):
+        return 0
+    return int(torch.cuda.get_device_properties(0).total_memory)
+
+
 def _note_idle_flags(server_args: Any) -> None:
-    """Flags of the confidence scheduler are accepted by the host's parser but do nothing in static mode."""
+    """Flags and variables of the host's own DSPARK that do nothing here are named."""
+    for name in unused_variables():
+        logger.warning("dspark: the variable %s has no effect on this version", name)
     for field in (
         "speculative_dspark_sps_table_path",
         "speculative_dspark_confidence_sts_path",

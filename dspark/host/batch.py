@@ -2,56 +2,70 @@
 
 from __future__ import annotations
 
-from typing import Any
+import hashlib
 
 import torch
 from sglang.srt.managers.schedule_batch import ScheduleBatch
+from sglang.srt.sampling.sampling_params import TOP_K_ALL
 
-from dspark.host.hooks import request_seed
 from dspark.types import DecodeBatch, SamplingRows
 
+_SEED_MASK = (1 << 63) - 1
 
-class SeedTable:
-    """One seed per request slot, written when a request is prefilled and read on the device ever after."""
+
+def request_seed(rid: str, server_seed: int) -> int:
+    """A request's noise seed when it brings none: the same on every rank, different for every request.
+
+    Returns:
+        A non-negative 63-bit integer.
+    """
+    digest = hashlib.blake2b(f"{server_seed}/{rid}".encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "little") & _SEED_MASK
+
+
+class RequestTable:
+    """What is known of each request slot, written when a request is prefilled: its seed, and whether it is filtered."""
 
     def __init__(self, slots: int, device: torch.device | str, server_seed: int) -> None:
         self._server_seed = server_seed
         self._seeds = torch.zeros(slots, dtype=torch.int64, device=device)
+        self._filtered = torch.zeros(slots, dtype=torch.bool)  # on the host
 
     def write(self, batch: ScheduleBatch) -> None:
-        """Store the seeds of a prefill batch; a request's own ``sampling_seed`` wins."""
+        """Store the requests of a prefill batch; a request's own ``sampling_seed`` wins, cut to 63 bits."""
+        params = [req.sampling_params for req in batch.reqs]
         seeds = [
             request_seed(req.rid, self._server_seed)
-            if req.sampling_params.sampling_seed is None
-            else int(req.sampling_params.sampling_seed)
-            for req in batch.reqs
+            if one.sampling_seed is None
+            else int(one.sampling_seed) & _SEED_MASK
+            for req, one in zip(batch.reqs, params, strict=True)
         ]
         staged = torch.tensor(seeds, dtype=torch.int64, pin_memory=self._seeds.is_cuda)
         self._seeds[batch.req_pool_indices] = staged.to(self._seeds.device, non_blocking=True)
+        # Greedy requests carry top_k = 1; they take the other rule and must not make the batch sort its vocabulary.
+        self._filtered[batch.req_pool_indices_cpu] = torch.tensor(
+            [one.top_k > 1 and (one.top_k < TOP_K_ALL or one.top_p < 1 or one.min_p > 0) for one in params]
+        )
 
-    def read(self, req_pool_indices: torch.Tensor) -> torch.Tensor:
-        """[R] int64."""
-        return self._seeds[req_pool_indices]
-
-
-def sampling_rows(info: Any, seeds: torch.Tensor) -> SamplingRows:
-    """Sampling parameters of a batch; ``info`` is the host's ``SamplingBatchInfo``."""
-    return SamplingRows(
-        temperature=info.temperatures.view(-1),
-        top_k=info.top_ks,
-        top_p=info.top_ps,
-        min_p=info.min_ps,
-        greedy=info.top_ks <= 1,
-        seeds=seeds,
-        all_greedy=info.is_all_greedy,
-        any_greedy=info.is_any_greedy,
-        filters=info.need_top_p_sampling or info.need_min_p_sampling or info.need_top_k_sampling,
-        logit_bias=info.logit_bias,
-    )
+    def sampling(self, batch: ScheduleBatch) -> SamplingRows:
+        """Sampling parameters of a batch."""
+        info = batch.sampling_info
+        return SamplingRows(
+            temperature=info.temperatures.view(-1),
+            top_k=info.top_ks,
+            top_p=info.top_ps,
+            min_p=info.min_ps,
+            greedy=info.top_ks <= 1,
+            seeds=self._seeds[batch.req_pool_indices],
+            all_greedy=info.is_all_greedy,
+            any_greedy=info.is_any_greedy,
+            filters=bool(self._filtered[batch.req_pool_indices_cpu].any()),
+            logit_bias=info.logit_bias,
+        )
 
 
 def decode_batch(
-    batch: ScheduleBatch, window: torch.Tensor, req_to_token: torch.Tensor, seeds: SeedTable
+    batch: ScheduleBatch, window: torch.Tensor, req_to_token: torch.Tensor, requests: RequestTable
 ) -> DecodeBatch:
     """Gather what a step needs, all on the device.
 
@@ -59,7 +73,7 @@ def decode_batch(
         batch: the host's decode batch; ``spec_info`` carries the anchors.
         window: [W] int64, 0..W-1.
         req_to_token: [rows, width] int32, the host's slot table; the window's slots are reserved already.
-        seeds: the slots' seeds.
+        requests: what is known of the slots.
     """
     lengths = batch.seq_lens.to(torch.int64)
     positions = lengths[:, None] + window
@@ -69,5 +83,5 @@ def decode_batch(
         lengths=lengths,
         positions=positions,
         slots=slots,
-        sampling=sampling_rows(batch.sampling_info, seeds.read(batch.req_pool_indices)),
+        sampling=requests.sampling(batch),
     )

@@ -74,21 +74,25 @@ def _implementation() -> str:
 def _device(wanted: str | None) -> tuple[Status, str]:
     import torch
 
-    if torch.cuda.is_available() and wanted in (None, "cuda"):
-        major, minor = torch.cuda.get_device_capability()
-        name = torch.cuda.get_device_name()
-        if torch.version.hip:
-            return "fails", f"found {name} (ROCm); DSPARK serves on NVIDIA GPUs and CPUs; pass --device cpu"
-        if (major, minor) < (8, 0):
-            return (
-                "fails",
-                f"found {name} (sm_{major}{minor}); the fa3 attention backend needs sm_80 or newer; use another "
-                "GPU or --device cpu",
-            )
-        return "ok", f"cuda: {name}, sm_{major}{minor}"
-    if wanted == "cuda":
+    from dspark.host.arguments import check_device
+
+    if wanted == "cuda" and not torch.cuda.is_available():
         return "fails", "found no GPU that torch can use; --device cuda needs one; pass --device cpu"
-    return "note", "no GPU: DSPARK serves on the CPU (correct, for tests and demos; pass --device cpu to the server)"
+    device = wanted or ("cuda" if torch.cuda.is_available() else "cpu")
+    check_device(device)
+    if device == "cpu":
+        return (
+            "note",
+            "no GPU: DSPARK serves on the CPU (correct, for tests and demos; pass --device cpu to the server)",
+        )
+    major, minor = torch.cuda.get_device_capability()
+    name = torch.cuda.get_device_name()
+    if major not in (8, 9):
+        return "fails", (
+            f"found {name} (sm_{major}{minor}); the fa3 attention backend serves sm_8x and sm_9x; use another GPU, or "
+            "hide this one (CUDA_VISIBLE_DEVICES=) and pass --device cpu"
+        )
+    return "ok", f"cuda: {name}, sm_{major}{minor}"
 
 
 def _backends(wanted: str | None) -> str:

@@ -2,21 +2,25 @@
 
 from __future__ import annotations
 
-import hashlib
+import logging
 from collections.abc import Callable
 from typing import Any
 
 import torch
 from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
+logger = logging.getLogger("dspark")
+
 _ADMISSION = "sglang.srt.managers.scheduler.validate_dflash_request"
 _ROW_WIDTH = "sglang.srt.mem_cache.kv_cache_configurator.get_req_to_token_extra_context_len"
 _KV_BYTES = "sglang.srt.speculative.dflash_utils.scale_kv_cell_size_per_token_for_dflash"
 _RESERVE_WRITE = "sglang.srt.mem_cache.allocation.assign_req_to_token_pool_func"
 _KV_COPY = "sglang.srt.mem_cache.memory_pool.MHATokenToKVPool._init_kv_copy_and_warmup"
+_FINISH = "sglang.srt.managers.schedule_batch.Req.update_finish_state"
+_STATE = "sglang.srt.managers.scheduler.Scheduler.set_internal_state"
 _RELAY_READ = "sglang.srt.managers.overlap_utils.FutureMap._resolve_spec_extras"
 
-TARGETS = (_ADMISSION, _ROW_WIDTH, _KV_BYTES, _RESERVE_WRITE, _RELAY_READ, _KV_COPY)
+TARGETS = (_ADMISSION, _ROW_WIDTH, _KV_BYTES, _RESERVE_WRITE, _RELAY_READ, _KV_COPY, _FINISH, _STATE)
 
 
 def register() -> None:
@@ -27,6 +31,8 @@ def register() -> None:
     HookRegistry.register(_RESERVE_WRITE, _write_reserve, HookType.AROUND)
     HookRegistry.register(_RELAY_READ, _read_relay, HookType.AROUND)
     HookRegistry.register(_KV_COPY, _prepare_kv_copy, HookType.AROUND)
+    HookRegistry.register(_FINISH, _finish, HookType.AROUND)
+    HookRegistry.register(_STATE, _set_state, HookType.AROUND)
     from dspark.host import cpu
 
     cpu.install_if_no_gpu()
@@ -100,11 +106,33 @@ def _prepare_kv_copy(original: Callable[..., Any], self: Any) -> None:
         original(self)
 
 
-def request_seed(rid: str, server_seed: int) -> int:
-    """A request's noise seed when it brings none: the same on every rank, different for every request.
+def _finish(original: Callable[..., Any], self: Any, new_accepted_len: int = 1) -> None:
+    """The host tests a whole block at once: length before EOS before it, stop strings in the order they were listed.
 
-    Returns:
-        A non-negative 63-bit integer.
+    Plain decoding tests after every token, and the earliest reason wins. So the block is shown to the host token by
+    token. All of it stays in ``output_ids``, since the KV accounting covers what was committed; ``finished_len`` cuts
+    what is delivered.
     """
-    digest = hashlib.blake2b(f"{server_seed}/{rid}".encode(), digest_size=8).digest()
-    return int.from_bytes(digest, "little") >> 1
+    if new_accepted_len <= 1 or self.finished() or self.to_finish or not _serves_dspark():
+        original(self, new_accepted_len)
+        return
+    tokens = self.output_ids
+    rest = list(tokens[-new_accepted_len:])
+    del tokens[-new_accepted_len:]
+    while rest and not self.finished():
+        tokens.append(rest.pop(0))
+        original(self, 1)
+    if self.finished() and self.finished_len is None:
+        self.finished_len = len(tokens)
+    tokens.extend(rest)
+
+
+def _set_state(original: Callable[..., Any], self: Any, recv_req: Any) -> Any:
+    """The host would answer a budget pin with success although static mode cannot honour it."""
+    frac = recv_req.server_args.get("dspark_force_budget_frac")
+    if not self.spec_algorithm.is_dspark() or frac in (None, 1.0):
+        return original(self, recv_req)
+    from sglang.srt.managers.io_struct import SetInternalStateReqOutput
+
+    logger.error("dspark: found dspark_force_budget_frac=%s; static mode verifies every draft: 1.0 or null", frac)
+    return SetInternalStateReqOutput(updated=False)

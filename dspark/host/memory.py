@@ -6,8 +6,13 @@ from typing import Any
 
 from dspark.drafter.spec import DraftSpec
 
-_ACTIVATION_BUDGET_BYTES = 4 << 30
+_MIN_ACTIVATION_BYTES = 4 << 30
+_ACTIVATION_SHARE = 16  # of the GPU's memory, one part
 _MAX_DERIVED_REQUESTS = 512
+# Bytes per vocabulary entry while a step runs: a target row holds logits, probabilities and, if filtered, the sorted
+# copy with its int64 index and running sums; a draft row its logits and probabilities.
+_TARGET_ROW_BYTES = 34
+_DRAFT_ROW_BYTES = 8
 
 
 def _spec() -> DraftSpec:
@@ -40,10 +45,16 @@ def draft_kv_bytes_per_token() -> int:
     return kv_elements_per_rank(_spec(), get_parallel().attn_tp_size) * _kv_dtype_bytes(server_args)
 
 
-def derived_max_running_requests(spec: DraftSpec) -> int:
-    """Requests whose float32 logits and distributions of one step fit 4 GiB, at most 512.
+def derived_max_running_requests(spec: DraftSpec, device_bytes: int) -> int:
+    """Requests whose logits and distributions of one eager step fit a sixteenth of the GPU (at least 4 GiB).
 
-    A step holds the target's logits and probabilities of W rows and the draft's probabilities of G rows.
+    Args:
+        spec: the draft, blocks cut to the runtime gamma.
+        device_bytes: memory of the GPU; 0 on a CPU.
+
+    Returns:
+        1 to 512.
     """
-    rows = 2 * spec.window + spec.gamma
-    return max(1, min(_MAX_DERIVED_REQUESTS, _ACTIVATION_BUDGET_BYTES // (rows * spec.vocab_size * 4)))
+    per_request = spec.vocab_size * (spec.window * _TARGET_ROW_BYTES + spec.gamma * _DRAFT_ROW_BYTES)
+    budget = max(_MIN_ACTIVATION_BYTES, device_bytes // _ACTIVATION_SHARE)
+    return max(1, min(_MAX_DERIVED_REQUESTS, budget // per_request))

@@ -112,7 +112,20 @@ def _guard_arguments() -> None:
 
         return _handle_dspark
 
+    def precheck(original: Callable[..., Any]) -> Callable[..., Any]:
+        def handle_speculative_decoding(server_args: Any) -> None:
+            # The host reads the draft's configuration before it comes to DSPARK, and explains a broken one poorly.
+            if (server_args.speculative_algorithm or "").upper() == "DSPARK":
+                check()
+                from dspark.host.arguments import check_draft
+
+                check_draft(server_args)
+            original(server_args)
+
+        return handle_speculative_decoding
+
     _once(speculative_hook, "_handle_dspark", make)
+    _once(speculative_hook, "handle_speculative_decoding", precheck)
 
 
 def _keep_builtin_models_out() -> None:

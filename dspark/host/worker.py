@@ -23,7 +23,7 @@ from dspark.config import Settings
 from dspark.errors import HostError
 from dspark.host import compat, takeover
 from dspark.host.arguments import draft_spec_of
-from dspark.host.batch import SeedTable, decode_batch, sampling_rows
+from dspark.host.batch import RequestTable, decode_batch
 from dspark.host.draft_model import ARCHITECTURES
 from dspark.host.networks import HostDraftNet, HostTargetNet
 from dspark.worker.records import StepRecorder
@@ -75,7 +75,7 @@ class DSparkWorker(BaseSpecWorker):
         self._target_net = HostTargetNet(target_worker)
         self._step = DecodeStep(self._draft_net, self._target_net)
         self._recorder = StepRecorder() if self.settings.record_steps else None
-        self._seeds: SeedTable | None = None
+        self._requests: RequestTable | None = None
         if ps.tp_rank == 0:
             logger.info(
                 "dspark %s serves DSPARK on sglang %s: gamma=%d mode=%s draft=%s attention=%s/%s device=%s",
@@ -96,8 +96,7 @@ class DSparkWorker(BaseSpecWorker):
         if lm_head is None or not hasattr(lm_head, "weight"):
             raise HostError(
                 f"found no lm_head.weight in the target {type(model).__name__}; the drafter shares the target's LM "
-                "head; "
-                "serve a model with one"
+                "head; serve a model with one"
             )
         self.draft_model_runner.model.share(embedding, lm_head)
 
@@ -109,7 +108,7 @@ class DSparkWorker(BaseSpecWorker):
         """Allocate the draft's KV pool; request rows and slots are the target's."""
         super().alloc_memory_pool(memory_pool_config, req_to_token_pool, token_to_kv_pool_allocator)
         rows = req_to_token_pool.req_to_token.shape[0]
-        self._seeds = SeedTable(rows, self.device, self._target_worker.random_seed)
+        self._requests = RequestTable(rows, self.device, self._target_worker.random_seed)
 
     def init_cuda_graphs(self) -> None:
         """The draft runs eagerly."""
@@ -135,16 +134,15 @@ class DSparkWorker(BaseSpecWorker):
     @torch.inference_mode()
     def _prefill(self, batch: ScheduleBatch, publish: Publish) -> GenerationBatchResult:
         """Prefill the target, sample the first tokens, and give the draft the prompt's context KV."""
-        assert self._seeds is not None
-        self._seeds.write(batch)
+        assert self._requests is not None
+        self._requests.write(batch)
         result = self._target_worker.forward_batch_generation(
             batch, is_verify=not batch.is_prefill_only, capture_hidden_mode=CaptureHiddenMode.FULL
         )
         if not batch.is_prefill_only:
             logits = result.logits_output.next_token_logits
-            info = batch.sampling_info
-            info.apply_logits_bias(logits)
-            rows = sampling_rows(info, self._seeds.read(batch.req_pool_indices))
+            batch.sampling_info.apply_logits_bias(logits)
+            rows = self._requests.sampling(batch)
             result.next_token_ids = first_tokens(logits, rows, batch.seq_lens.to(torch.int64) - 1)
         result.new_seq_lens = batch.seq_lens
         publish(batch.seq_lens)
@@ -167,7 +165,7 @@ class DSparkWorker(BaseSpecWorker):
         """Run the step of :class:`dspark.worker.step.DecodeStep` on the scheduler's batch."""
         if batch.forward_mode.is_idle():
             return self._idle(publish)
-        assert self._seeds is not None
+        assert self._requests is not None
         if not isinstance(batch.spec_info, DFlashDraftInputV2):
             raise HostError(
                 f"found spec_info {type(batch.spec_info).__name__} on a decode batch; required is DFlashDraftInputV2"
@@ -176,7 +174,7 @@ class DSparkWorker(BaseSpecWorker):
             # Made on the scheduler's stream, read on this one: the allocator must not reuse it too early.
             batch.seq_lens.record_stream(torch.cuda.current_stream())
         table = self.model_runner.req_to_token_pool.req_to_token
-        inputs = decode_batch(batch, self._window, table, self._seeds)
+        inputs = decode_batch(batch, self._window, table, self._requests)
         self._draft_net.bind(batch)
         self._target_net.bind(batch)
         outcome = self._step.run(inputs, publish)
@@ -218,7 +216,7 @@ class DSparkWorker(BaseSpecWorker):
     update_weights_from_ipc = update_weights_from_disk
 
     def update_weights_from_tensor(self, recv_req: Any) -> tuple[bool, str]:
-        """Tensors belong to the target unless the request says otherwise; the draft keeps its own."""
+        """Tensors are the target's; a draft cannot be updated this way and keeps its own."""
         return self._target_worker.update_weights_from_tensor(recv_req)
 
     # -- what the scheduler asks a DSPARK worker without a guard ------------------------------------------------------
@@ -233,13 +231,7 @@ class DSparkWorker(BaseSpecWorker):
         return
 
     def set_dspark_forced_budget_frac(self, frac: float | None) -> None:
-        """Pin the share of drafts verified; static mode verifies all of them, so only 1 (or none) can be honoured."""
-        if frac not in (None, 1.0):
-            logger.error(
-                "dspark: found dspark_force_budget_frac=%s; static mode verifies full windows; only 1.0 or null is "
-                "possible",
-                frac,
-            )
+        """Pin the share of drafts verified; a hook has refused all but 1 and None, which static mode honours anyway."""
 
     def block_accept_estimate_log_suffix(self) -> str | None:
         """Suffix for the decode log line; static mode trims nothing, so there is no ceiling to estimate."""

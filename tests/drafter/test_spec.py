@@ -71,7 +71,7 @@ def test_every_required_field_is_named_when_absent(config: dict[str, Any], field
         ({"transformer_layer_config": {}}, "speculators format"),
         ({"dspark_block_size": 5}, "DeepSeek-V4 bundle format"),
         ({"dflash_config": {}}, "nested DFlash/DSpark format"),
-        ({"sample_from_anchor": False}, "sample_from_anchor=false"),
+        ({"sample_from_anchor": False}, "sample_from_anchor=False"),
         ({"layer_types": ["full_attention", "sliding_attention", "full_attention"]}, "sliding_attention"),
         ({"hidden_act": "gelu"}, "hidden_act='gelu'"),
     ],

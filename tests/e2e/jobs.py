@@ -144,3 +144,13 @@ def mixed_traffic() -> list[Job]:
         aborted("aborted", "Write a very long poem about rivers."),
         aborted("aborted long", LONG + "Continue the list:"),
     ]
+
+
+def finish_jobs() -> list[Job]:
+    """Answers whose end, whatever ends them, falls on every position of a block."""
+    short = "<|im_start|>user\nWhat is 17 plus 25?<|im_end|>\n<|im_start|>assistant\n"
+    count = "one, two, three, four, five, six,"
+    jobs = [native(f"end at {limit}", short, new_tokens=limit) for limit in range(8, 17)]
+    jobs += [native(f"two stops, limit {n}", count, new_tokens=n, stop=["twelve", "nine"]) for n in range(5, 16, 2)]
+    jobs.append(native("stop token before stop string", count, new_tokens=24, stop=["ten"], stop_token_ids=[28]))
+    return jobs

@@ -14,7 +14,7 @@ from transformers import AutoTokenizer
 from dspark.demo.server import ServerProcess
 from tests.conftest import DRAFT
 from tests.e2e.conftest import run_all
-from tests.e2e.jobs import LONG, mixed_traffic
+from tests.e2e.jobs import LONG, finish_jobs, mixed_traffic
 from tests.reference.decode import ReferenceDecoder
 
 
@@ -51,6 +51,21 @@ def test_mixed_traffic_is_lossless_and_nothing_is_lost(
     wait_until_idle(overlap_server)
     assert overlap_server.healthy()
     assert not re.search("memory leak|Traceback", overlap_server.log_path.read_text())
+
+
+def test_the_earliest_reason_ends_an_answer(overlap_server: ServerProcess, plain_answers: dict[str, Any]) -> None:
+    """Several ends can lie in one block: EOS before the length limit, the second stop string before the first."""
+    answers = run_all(overlap_server, finish_jobs(), at_once=8)
+    assert answers == {name: plain_answers[name] for name in answers}
+    reasons = {answer[1]["type"] for answer in answers.values()}
+    assert reasons == {"stop", "length"}
+
+
+def test_a_huge_seed_is_a_seed(overlap_server: ServerProcess) -> None:
+    for seed in (2**63, 2**64 - 1):
+        params = {"temperature": 1.0, "max_new_tokens": 4, "sampling_seed": seed}
+        overlap_server.post("/generate", {"text": "Hi", "sampling_params": params})
+    assert overlap_server.healthy()
 
 
 def test_steps_equal_the_reference_loop(overlap_server: ServerProcess, target: Path) -> None:
@@ -113,6 +128,8 @@ def test_a_seed_repeats_a_sampled_text(overlap_server: ServerProcess) -> None:
         ({"return_logprob": True}, "logprobs"),
         ({"sampling_params": {"json_schema": '{"type": "object"}'}}, "json_schema"),
         ({"sampling_params": {"regex": "a+"}}, "regex"),
+        ({"return_hidden_states": True}, "return_hidden_states"),
+        ({"sampling_params": {"structural_tag": '{"structures": [], "triggers": []}'}}, "structural_tag"),
         ({"sampling_params": {"ebnf": 'root ::= "a"'}}, "ebnf"),
         ({"sampling_params": {"frequency_penalty": 0.5}}, "frequency_penalty"),
         ({"sampling_params": {"presence_penalty": 0.5}}, "presence_penalty"),
@@ -130,8 +147,8 @@ def test_what_is_not_supported_is_answered_with_400(
     assert overlap_server.healthy()
 
 
-def test_a_bad_budget_pin_is_refused(overlap_server: ServerProcess) -> None:
-    for value in (0.0, 1.5):
+def test_a_budget_pin_that_cannot_be_honoured_is_refused(overlap_server: ServerProcess) -> None:
+    for value in (0.0, 1.5, 0.5):  # the last is valid for the host, and impossible in static mode
         done = requests.post(
             overlap_server.url + "/set_internal_state",
             json={"server_args": {"dspark_force_budget_frac": value}},

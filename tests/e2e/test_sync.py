@@ -21,10 +21,10 @@ CONTEXT = 256
 
 @pytest.fixture(scope="module")
 def small_server(target: Path, plain_answers: dict[str, Any]) -> Iterator[ServerProcess]:
-    """Synchronous scheduling, blocks of 3, a context of 256, and KV for three of the six long answers that it admits."""
+    """Synchronous scheduling, blocks of 3, a context of 256, KV for three of the six long answers that it admits."""
     flags = ["--disable-overlap-schedule", "--speculative-dspark-block-size", "3", "--context-length", str(CONTEXT)]
     flags += ["--max-total-tokens", "420", "--max-running-requests", "6", "--schedule-conservativeness", "0.05"]
-    with serve(target, *DSPARK, *flags) as server:
+    with serve(target, *DSPARK, *flags, SGLANG_CLIP_MAX_NEW_TOKENS_ESTIMATION="16") as server:
         yield server
 
 

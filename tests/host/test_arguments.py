@@ -42,7 +42,7 @@ def test_the_trained_block_is_the_default(resolve: Any) -> None:
     args = resolve()
     assert args.speculative_num_draft_tokens == 8
     assert (args.speculative_num_steps, args.speculative_eagle_topk) == (1, 1)
-    assert args.max_running_requests == 512  # derived, not 48
+    assert args.max_running_requests == 266  # derived from memory, not 48
     assert (args.attention_backend, args.speculative_draft_attention_backend) == ("torch_native", "torch_native")
 
 
@@ -63,7 +63,10 @@ def test_a_shorter_block_may_be_given_both_ways(resolve: Any, flags: dict[str, i
         ({"speculative_draft_model_path": None}, "no --speculative-draft-model-path"),
         ({"speculative_draft_model_path": "/no/such/folder"}, "no such folder: /no/such/folder"),
         ({"enable_lora": True, "lora_paths": ["a=/b"]}, "--enable-lora"),
-        ({"page_size": 16}, "--page-size 16 on a CPU"),
+        ({"page_size": 16}, "--page-size 16"),
+        ({"speculative_accept_threshold_acc": 0.5}, "--speculative-accept-threshold"),
+        ({"enable_memory_saver": True}, "--enable-memory-saver"),
+        ({"speculative_draft_attention_backend": "triton"}, "--speculative-draft-attention-backend triton"),
     ],
 )
 def test_what_cannot_be_served_is_named(resolve: Any, flags: dict[str, Any], text: str) -> None:
