@@ -47,7 +47,7 @@ def _add_demo(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> 
     parser = commands.add_parser("demo", help="serve a small model with and without DSPARK, compare and time both")
     parser.add_argument("--device", choices=("cpu", "cuda"), help="default: cuda if there is one")
     parser.add_argument("--dtype", choices=("float32", "bfloat16"), help="default: float32 on cpu, bfloat16 on cuda")
-    parser.add_argument("--max-new-tokens", type=int, metavar="N", help="per prompt; default: 64 on cpu, 256 on cuda")
+    parser.add_argument("--max-new-tokens", type=int, metavar="N", help="per prompt; default: 48 on cpu, 256 on cuda")
     parser.add_argument("--port", type=int, help="port of both servers; default: a free one for each")
     parser.add_argument("--target", type=Path, metavar="FOLDER", help="SmolLM2-135M-Instruct, already converted")
     parser.add_argument("--assets", type=Path, metavar="FOLDER", help="default: the folder examples of the repository")

@@ -15,7 +15,7 @@ from dspark.demo.server import ServerProcess
 from dspark.demo.table import Answer
 from dspark.errors import HostError
 
-_WARM_UP_TOKENS = 32
+_WARM_UP_TOKENS = 16
 
 
 class ChatTemplate:
