@@ -60,8 +60,10 @@ def device_args(device: str, dtype: str | None = None) -> list[str]:
     """
     args = ["--device", device, "--dtype", dtype or default_dtype(device)]
     if device == "cpu":
-        # 0.3 of the memory is for weights and KV together: enough for a small model, harmless on a laptop.
-        return [*args, "--attention-backend", "torch_native", "--disable-cuda-graph", "--mem-fraction-static", "0.3"]
+        # 0.3 of the memory is for weights and KV together: enough for a small model, harmless on a laptop. A scheduler
+        # without work would otherwise poll with a whole core, which another server or a client may need.
+        args += ["--attention-backend", "torch_native", "--disable-cuda-graph", "--mem-fraction-static", "0.3"]
+        return [*args, "--sleep-on-idle"]
     # SGLang's default differs from GPU to GPU; this is the one that DSPARK is tested with.
     return [*args, "--attention-backend", "fa3"]
 

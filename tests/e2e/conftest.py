@@ -27,7 +27,8 @@ RETRACTION_PROMPTS = [
 
 @contextlib.contextmanager
 def serve(target: Path, *flags: str, **env: str) -> Iterator[ServerProcess]:
-    arguments = ["--model-path", str(target), *device_args("cpu"), *flags]
+    # An idle server keeps a core busy, so a test module starts its own and ends it; a small pool leaves memory.
+    arguments = ["--model-path", str(target), *device_args("cpu"), "--max-total-tokens", "12000", *flags]
     with ServerProcess(arguments, env=CHECKED | env, timeout_seconds=420) as server:
         yield server
 
@@ -50,7 +51,7 @@ def plain_answers(target: Path) -> dict[str, Any]:
         return run_all(server, [job for job in mixed_traffic() if job.greedy] + more, at_once=8)
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def overlap_server(target: Path, plain_answers: dict[str, Any]) -> Iterator[ServerProcess]:
     """DSPARK under overlap scheduling, with small prefill chunks and step records."""
     with serve(

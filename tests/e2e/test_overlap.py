@@ -128,7 +128,7 @@ def test_a_seed_repeats_a_sampled_text(overlap_server: ServerProcess) -> None:
         ({"return_logprob": True}, "logprobs"),
         ({"sampling_params": {"json_schema": '{"type": "object"}'}}, "json_schema"),
         ({"sampling_params": {"regex": "a+"}}, "regex"),
-        ({"return_hidden_states": True}, "return_hidden_states"),
+        ({"return_hidden_states": True}, "return hidden states"),
         ({"sampling_params": {"structural_tag": '{"structures": [], "triggers": []}'}}, "structural_tag"),
         ({"sampling_params": {"ebnf": 'root ::= "a"'}}, "ebnf"),
         ({"sampling_params": {"frequency_penalty": 0.5}}, "frequency_penalty"),
