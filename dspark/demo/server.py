@@ -31,7 +31,7 @@ Progress = Callable[[float, str], None]
 """Called about once a second while the server starts: elapsed seconds, last log line."""
 
 _POLL_SECONDS = 1.0
-_STOP_SECONDS = 5.0
+_STOP_SECONDS = 2.0  # the host ends its children within one; its launcher then takes long over its threads
 _TAIL_LINES = 30
 _CONNECTIONS = 64
 # OpenMP threads that spin at a barrier while their partner waits for a core make a CPU server 20 times slower as soon

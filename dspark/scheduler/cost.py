@@ -18,7 +18,7 @@ from functools import cached_property
 
 import numpy as np
 
-from dspark.scheduler.json_file import Provenance, mismatches, refuse, require_values
+from dspark.scheduler.json_file import Provenance, mismatches, refuse, require_number, require_values
 
 ADVICE = "measure the table again, or leave --speculative-dspark-sps-table-path out to use the built-in estimate"
 FLAT_RISE = 0.01  # a table whose step time rises by less than this over its whole range says nothing about rows
@@ -84,7 +84,7 @@ class CostModel:
             "floor_seconds",
             "relative_error",
         ):
-            require_values(name, np.array([getattr(self, name)], dtype=np.float64), self.source, ADVICE, zero=True)
+            require_number(name, getattr(self, name), self.source, ADVICE, zero=True)
         if self.bias_seconds + self.alpha_seconds[0] + self.theta_seconds[0] <= 0:
             refuse(f"a step of 0 seconds at the first probes of {self.source}", "a positive step time", ADVICE)
 
@@ -106,10 +106,12 @@ class CostModel:
 
     @cached_property
     def _theta_slope(self) -> float:
-        slope = tail_slope(self.m_probes, self.theta_seconds)
+        step = float(self.bias_seconds + self.theta_seconds[-1])
+        if self.theta_seconds[-1] - self.theta_seconds[0] >= FLAT_RISE * step:
+            return tail_slope(self.m_probes, self.theta_seconds)
         # A curve that is level over its whole range was measured where rows are hidden under something else. Beyond
         # that range the only safe belief is that the step grows in proportion to its rows.
-        return slope if slope > 0 else float((self.bias_seconds + self.theta_seconds[-1]) / self.m_probes[-1])
+        return step / float(self.m_probes[-1])
 
     @cached_property
     def _plain_slope(self) -> float:

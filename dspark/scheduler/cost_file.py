@@ -21,7 +21,15 @@ from pydantic import BaseModel, ConfigDict
 from scipy.optimize import isotonic_regression
 
 from dspark.scheduler.cost import ADVICE, FLAT_RISE, CostModel
-from dspark.scheduler.json_file import Provenance, parse_object, read_text, refuse, require_values, validate
+from dspark.scheduler.json_file import (
+    Provenance,
+    parse_object,
+    read_text,
+    refuse,
+    require_number,
+    require_values,
+    validate,
+)
 
 FLAG = "--speculative-dspark-sps-table-path"
 # Neighbouring tiers differ by less than timing noise wherever a step is bound by weight reads, so measured curves dip a
@@ -122,7 +130,7 @@ def _from_steps(value: dict[str, Any], source: str) -> CostModel:
 
 def _from_additive(value: dict[str, Any], source: str) -> CostModel:
     file = validate(AdditiveFile, value, source, ADVICE)
-    require_values("bias_seconds", np.array([file.bias_seconds]), source, ADVICE)
+    require_number("bias_seconds", file.bias_seconds, source, ADVICE)
     notes: tuple[str, ...] = ()
     arrays: dict[str, Any] = {}
     for probe_name, value_name in (

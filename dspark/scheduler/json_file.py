@@ -104,9 +104,22 @@ def require_values(
         refuse(f"an empty {name} in {source}", "at least one value", advice)
     if length is not None and values.size != length:
         refuse(f"{values.size} values of {name} in {source}", f"{length} values", advice)
-    with np.errstate(invalid="ignore"):
-        bad = ~(np.isfinite(values) & (values >= 0 if zero else values > 0))
-    if bad.any():
-        at = int(np.argmax(bad))
-        bound = ">= 0" if zero else "> 0"
-        refuse(f"{name}[{at}] = {values[at]!s} in {source}", f"a finite number {bound} everywhere", advice)
+    for at in np.flatnonzero(~_in_range(values, zero))[:1]:
+        refuse(f"{name}[{at}] = {values[at]!s} in {source}", f"{_RANGE[zero]} everywhere", advice)
+
+
+def require_number(name: str, value: float, source: str, advice: str, *, zero: bool = False) -> None:
+    """``value`` is finite and above zero (``zero``: or equal to it).
+
+    Raises:
+        CostTableError: it is not.
+    """
+    if not _in_range(np.array(value, dtype=np.float64), zero):
+        refuse(f"{name} = {value!s} in {source}", _RANGE[zero], advice)
+
+
+_RANGE = {False: "a finite number > 0", True: "a finite number >= 0"}
+
+
+def _in_range(values: np.ndarray, zero: bool) -> np.ndarray:
+    return np.isfinite(values) & ((values >= 0) if zero else (values > 0))

@@ -74,8 +74,7 @@ class PlanState:
 
     trimmed: bool = False
     draft_off: bool = False
-    probe_interval: int = 1  # draft-off steps that pay for one probe
-    probe_credit: int = 0  # draft-off steps since the last probe, less those that early probes borrowed
+    probe_credit_seconds: float = 0.0  # that draft-off steps have set aside for probes; early probes borrow
     off_requests: int = 0  # batch size that the draft-off decision was made for
 
 
@@ -155,10 +154,10 @@ class TierCosts:
 
 
 class _Choice(NamedTuple):
-    """A drafted step: which tier, and why."""
+    """A step that could be run: which tier, and why."""
 
-    at: int  # index of the tier
-    gain: float
+    at: int  # index of the tier; -1: draft off
+    gain: float  # over the full window
     reason: Reason
     tokens: float
     seconds: float
@@ -200,20 +199,28 @@ def plan(
         return _forced(order[:budget], requests, full_rate, costs, context_tokens, state)
     choice = _drafted(tokens, seconds, costs.cost.relative_error, policy, state)
     trimmed = choice.reason is not Reason.FULL
-    draft, reason, next_state = True, choice.reason, state
     if state.trimmed != trimmed:
-        next_state = replace(state, trimmed=trimmed)
+        state = replace(state, trimmed=trimmed)
     if row.plain_seconds is not None:
         plain = max(row.plain_seconds + row.plain_context_seconds * context_tokens, costs.cost.floor_seconds)
+        off = _Choice(-1, requests / plain / full_rate - 1.0, Reason.DRAFT_OFF, float(requests), plain)
+        probe_rate = float(tokens[0] / seconds[0])
+        probe = _Choice(0, probe_rate / full_rate - 1.0, Reason.PROBE, float(tokens[0]), float(seconds[0]))
         threshold = max(policy.min_draft_off_gain, costs.cost.relative_error)
-        draft, reason, next_state = _draft_or_off(choice, requests, plain, threshold, policy, next_state, informed)
-        if not draft:
-            tier = pad_to_tier(requests, costs.ladder)
-            gain = requests / plain / full_rate - 1.0
-            return BudgetPlan(False, 0, requests, tier, float(requests), plain, gain, reason, next_state)
-    drafts, tier = int(row.drafts[choice.at]), int(row.tiers[choice.at])
+        choice, state = _draft_or_off(choice, off, probe, threshold, policy, state, informed)
+    drafts, tier = 0, pad_to_tier(requests, costs.ladder)
+    if choice.at >= 0:
+        drafts, tier = int(row.drafts[choice.at]), int(row.tiers[choice.at])
     return BudgetPlan(
-        True, drafts, requests + drafts, tier, choice.tokens, choice.seconds, choice.gain, reason, next_state
+        draft=choice.at >= 0,
+        budget=drafts,
+        rows=requests + drafts,
+        tier=tier,
+        expected_tokens=choice.tokens,
+        predicted_seconds=choice.seconds,
+        predicted_gain=choice.gain,
+        reason=choice.reason,
+        state=state,
     )
 
 
@@ -266,37 +273,35 @@ def _drafted(
 
 def _draft_or_off(
     drafted: _Choice,
-    requests: int,
-    plain_seconds: float,
+    off: _Choice,
+    probe: _Choice,
     threshold: float,
     policy: Policy,
     state: PlanState,
     informed: bool,
-) -> tuple[bool, Reason, PlanState]:
-    """Whether to draft, why, and the next state.
+) -> tuple[_Choice, PlanState]:
+    """The drafted step, the plain one or a probe, and the next state.
 
-    Only confidences can tell whether drafting would pay again, and a step with the draft off has none. So one drafted
-    step in ``probe_interval`` is a probe; two steps later its confidences decide. The interval is what keeps the time
-    lost on probes below ``max_probe_share``. A batch that has shrunk to half is probed at once, on credit: plain
-    decoding wins by saturation, and that may be over.
+    Only confidences can tell whether drafting would pay again, and a step with the draft off has none. So once in a
+    while a step drafts as a probe; two steps later its confidences decide. Every draft-off step sets aside the share of
+    its time that probes may cost, and a probe waits until its price is there. That price is known: a probe runs the
+    smallest tier, so it commits no fewer tokens than a plain step. A batch that has shrunk to half is probed at once,
+    on credit: plain decoding wins by saturation, and that may be over.
     """
-    if drafted.reason is Reason.SLO_UNREACHABLE and plain_seconds < drafted.seconds:
-        return False, drafted.reason, state
-    same_tokens_seconds = drafted.tokens * plain_seconds / requests  # that plain decoding needs for them
-    gain = drafted.seconds / same_tokens_seconds - 1.0
-    if not state.draft_off and (gain <= threshold or not informed):
-        return True, drafted.reason, state
-    if informed and gain <= threshold * STAY_SHARE:
-        return True, drafted.reason, PlanState(trimmed=state.trimmed)
-    interval, credit, at_requests = state.probe_interval, state.probe_credit + 1, state.off_requests
-    if informed:
-        lost_seconds = drafted.seconds - same_tokens_seconds
-        interval = max(1, math.ceil(lost_seconds / (policy.max_probe_share * plain_seconds)))
+    if drafted.reason is Reason.SLO_UNREACHABLE:
+        return (off._replace(reason=drafted.reason) if off.seconds < drafted.seconds else drafted), state
+    gain = off.tokens / off.seconds * drafted.seconds / drafted.tokens - 1.0
     if not state.draft_off:
-        credit, at_requests = 0, requests
-    elif credit >= interval or 2 * requests <= at_requests:
-        return True, Reason.PROBE, PlanState(state.trimmed, True, interval, credit - interval, requests)
-    return False, Reason.DRAFT_OFF, PlanState(state.trimmed, True, interval, credit, at_requests)
+        if gain <= threshold or not informed:
+            return drafted, state
+        return off, PlanState(state.trimmed, True, 0.0, int(off.tokens))
+    if informed and gain <= threshold * STAY_SHARE:
+        return drafted, PlanState(state.trimmed)
+    credit = state.probe_credit_seconds + policy.max_probe_share * off.seconds
+    price, requests = probe.seconds - off.seconds, int(off.tokens)
+    if credit >= price or 2 * requests <= state.off_requests:
+        return probe, PlanState(state.trimmed, True, credit - max(price, 0.0), requests)
+    return off, PlanState(state.trimmed, True, credit, state.off_requests)
 
 
 def allocate(survival: np.ndarray, budget: int) -> np.ndarray:

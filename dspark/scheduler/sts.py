@@ -18,15 +18,18 @@ from dataclasses import dataclass
 
 import numpy as np
 from scipy.optimize import minimize, minimize_scalar
+from scipy.sparse import csr_array
 
 from dspark.scheduler.json_file import refuse
 
 BINS = 15
 LOG_TEMPERATURE_BOUND = float(np.log(20.0))
-PRIOR_DEVIATION = 0.5  # of log T and of b: how far from "the head is right" one expects to find a trained head
+PRIOR_DEVIATION = 0.25  # of log T and of b: how far from "the head is right" one expects to find a trained head
+CHECK_ERRORS = 1.0  # standard errors by which check rows must gain for a fit to be kept, or may lose before it goes
 REPLICATES = 200  # of the bootstrap
 INTERVAL = (2.5, 97.5)  # percentiles
 MIN_BLOCKS = 16
+GRID_ROWS = 4096  # enough to see which of the valleys, four times apart in T, is the deepest
 _ADVICE = "collect more blocks, in static or cap-accept mode, where no row is trimmed"
 _TINY = 1e-12  # probabilities are kept this far from 0 and 1, so that one sure and wrong row does not decide a fit
 
@@ -58,37 +61,29 @@ def survival_labels(accept_probability: np.ndarray) -> np.ndarray:
     return np.multiply.accumulate(np.asarray(accept_probability, np.float64), axis=1)
 
 
-def calibration_error(predicted: np.ndarray, labels: np.ndarray, weights: np.ndarray | None = None) -> np.ndarray:
+def calibration_error(predicted: np.ndarray, labels: np.ndarray) -> np.ndarray:
     """Expected calibration error per position, ``BINS`` equal bins of [0, 1]: sum over bins of |sum of errors| / N.
 
     Args:
         predicted, labels: [N, G] survival, and what came of it in [0, 1].
-        weights: [N], or None for 1.
 
     Returns:
         [G] float64.
     """
     count, gamma = predicted.shape
-    weights = np.ones(count) if weights is None else weights
-    sums = np.bincount(
-        _bins(predicted).ravel(), ((labels - predicted) * weights[:, None]).ravel(), minlength=gamma * BINS
-    )
-    return np.abs(sums).reshape(gamma, BINS).sum(axis=1) / weights.sum()
+    sums = np.bincount(_bins(predicted).ravel(), (labels - predicted).ravel(), minlength=gamma * BINS)
+    return np.abs(sums).reshape(gamma, BINS).sum(axis=1) / count
 
 
 def noise_floor(predicted: np.ndarray, labels: np.ndarray) -> np.ndarray:
     """[G] float64: the calibration error that so many rows would show on average if the prediction were perfect.
 
-    The sum of errors of a bin is then close to normal around 0 with the variance seen in the bin, and the mean of |x|
-    is sqrt(2 / pi) standard deviations. Soft labels have less variance than 0 and 1, and a lower floor.
+    The sum of errors of a bin is then close to normal around 0 with the sum of squared errors as variance, and the mean
+    of |x| is sqrt(2 / pi) standard deviations. Soft labels have smaller errors than 0 and 1, and a lower floor.
     """
     count, gamma = predicted.shape
-    bins, errors = _bins(predicted).ravel(), (labels - predicted).ravel()
-    size = np.maximum(np.bincount(bins, minlength=gamma * BINS), 1)
-    total = np.bincount(bins, errors, minlength=gamma * BINS)
-    spread = np.bincount(bins, errors**2, minlength=gamma * BINS) - total**2 / size
-    deviation = np.sqrt(np.maximum(spread, 0.0) * size / np.maximum(size - 1, 1))
-    return np.sqrt(2 / np.pi) * deviation.reshape(gamma, BINS).sum(axis=1) / count
+    variance = np.bincount(_bins(predicted).ravel(), ((labels - predicted) ** 2).ravel(), minlength=gamma * BINS)
+    return np.sqrt(2 / np.pi * variance).reshape(gamma, BINS).sum(axis=1) / count
 
 
 @dataclass(frozen=True, eq=False)
@@ -135,7 +130,7 @@ def fit_sts(
 
     before = survival_from(logits[reported], Calibration.identity(logits.shape[1]))
     after = survival_from(logits[reported], calibration)
-    draws = _bootstrap([before, after], labels[reported], codes[reported], rng)
+    draws = bootstrap_errors([before, after], labels[reported], codes[reported], rng)
     spans = np.percentile(np.concatenate([draws, draws[:, 1:] - draws[:, :1]], axis=1), INTERVAL, axis=0)
     return StsFit(
         calibration=calibration,
@@ -183,9 +178,9 @@ def _fit_checked(
 ) -> tuple[Calibration, np.ndarray]:
     """Fit left to right, keeping what the check rows confirm.
 
-    A position keeps its fit if the logarithmic loss of the check rows falls. If even so the calibration error of some
-    position is worse than raw by more than noise, the positions up to it go back to raw and the rest is fitted again:
-    the error of a product depends on all its factors.
+    A position keeps its fit if the logarithmic loss of the check rows falls by more than its standard error. If even so
+    the calibration error of some position is worse than raw by more than its own, the positions up to it go back to raw
+    and the rest is fitted again: the error of a product depends on all its factors.
     """
     gamma = logits.shape[1]
     raw = survival_from(logits[checked], Calibration.identity(gamma))
@@ -194,8 +189,8 @@ def _fit_checked(
         calibration, kept = _fit_left_to_right(logits, labels, fitted, checked, affine, frozen)
         scaled = survival_from(logits[checked], calibration)
         change = calibration_error(scaled, labels[checked]) - calibration_error(raw, labels[checked])
-        draws = _bootstrap([raw, scaled], labels[checked], np.arange(len(raw)), rng)
-        noise = (draws[:, 1] - draws[:, 0]).std(axis=0)
+        draws = bootstrap_errors([raw, scaled], labels[checked], np.arange(len(raw)), rng)
+        noise = CHECK_ERRORS * (draws[:, 1] - draws[:, 0]).std(axis=0)
         worse = change > noise
         if not worse.any():
             return calibration, kept
@@ -213,11 +208,12 @@ def _fit_left_to_right(
         z, y = logits[:, position], labels[:, position]
         if position >= frozen:
             log_t, offset = _fit_position(log_before[fitted], z[fitted], y[fitted], affine)
-            losses = [
-                _loss(log_before[checked] + _log_sigmoid(scaled), y[checked])
-                for scaled in (z[checked] / np.exp(log_t) + offset, z[checked])
-            ]
-            if losses[0] < losses[1]:
+            scaled, raw = (
+                _losses(log_before[checked] + _log_sigmoid(x), y[checked])
+                for x in (z[checked] / np.exp(log_t) + offset, z[checked])
+            )
+            gain = raw - scaled
+            if gain.sum() > CHECK_ERRORS * gain.std() * np.sqrt(gain.size):
                 kept[position] = True
                 calibration.temperatures[position], calibration.offsets[position] = np.exp(log_t), offset
         log_before += _log_sigmoid(z / calibration.temperatures[position] + calibration.offsets[position])
@@ -226,14 +222,15 @@ def _fit_left_to_right(
 
 def _fit_position(log_before: np.ndarray, z: np.ndarray, y: np.ndarray, affine: bool) -> tuple[float, float]:
     """(log T, b) of smallest penalised loss. Beyond the first position the loss may have several minima in T, so a grid
-    finds the valley and a bounded search its floor."""
+    on some of the rows finds the valley, and a bounded search on all of them its floor."""
 
-    def loss(log_t: float, offset: float = 0.0) -> float:
+    def loss(log_t: float, offset: float = 0.0, rows: slice = slice(None)) -> float:
         penalty = (log_t**2 + offset**2) / (2 * PRIOR_DEVIATION**2)
-        return _loss(log_before + _log_sigmoid(z * np.exp(-log_t) + offset), y) + penalty
+        scaled = _log_sigmoid(z[rows] * np.exp(-log_t) + offset)
+        return float(_losses(log_before[rows] + scaled, y[rows]).sum()) + penalty
 
     grid = np.linspace(-LOG_TEMPERATURE_BOUND, LOG_TEMPERATURE_BOUND, 13)
-    start = grid[int(np.argmin([loss(float(point)) for point in grid]))]
+    start = grid[int(np.argmin([loss(float(point), rows=slice(GRID_ROWS)) for point in grid]))]
     step = grid[1] - grid[0]
     low, high = max(start - step, grid[0]), min(start + step, grid[-1])
     log_t = float(minimize_scalar(loss, bounds=(low, high), method="bounded", options={"xatol": 1e-4}).x)
@@ -245,14 +242,14 @@ def _fit_position(log_before: np.ndarray, z: np.ndarray, y: np.ndarray, affine: 
     return float(best.x[0]), float(best.x[1])
 
 
-def _loss(log_survival: np.ndarray, y: np.ndarray) -> float:
-    """Summed logarithmic loss of survival exp(``log_survival``) against labels in [0, 1]."""
+def _losses(log_survival: np.ndarray, y: np.ndarray) -> np.ndarray:
+    """[N] logarithmic losses of survival exp(``log_survival``) against labels in [0, 1]."""
     log_a = np.clip(log_survival, np.log(_TINY), -_TINY)
-    return float(-(y * log_a + (1.0 - y) * np.log(-np.expm1(log_a))).sum())
+    return -(y * log_a + (1.0 - y) * np.log(-np.expm1(log_a)))
 
 
 def _log_sigmoid(x: np.ndarray) -> np.ndarray:
-    return -np.logaddexp(0.0, -x)
+    return np.minimum(x, 0.0) - np.log1p(np.exp(-np.abs(x)))
 
 
 def _bins(predicted: np.ndarray) -> np.ndarray:
@@ -261,14 +258,32 @@ def _bins(predicted: np.ndarray) -> np.ndarray:
     return inside + np.arange(predicted.shape[1]) * BINS
 
 
-def _bootstrap(
+def bootstrap_errors(
     predictions: list[np.ndarray], labels: np.ndarray, codes: np.ndarray, rng: np.random.Generator
 ) -> np.ndarray:
-    """[B, P, G] calibration errors of P predictions on B resamplings of the groups in ``codes`` [N]."""
+    """Calibration errors on resampled blocks, each resampling the same for all predictions.
+
+    Args:
+        predictions: P arrays [N, G] of survival.
+        labels: [N, G].
+        codes: [N] int, groups that are drawn as a whole.
+        rng: source of the resampling.
+
+    Returns:
+        [B, P, G] float64.
+    """
+    count, gamma = labels.shape
     groups, members = np.unique(codes, return_inverse=True)
-    draws = np.empty((REPLICATES, len(predictions), labels.shape[1]))
+    # [G * BINS, N] each: a sparse product sums the errors of every bin for one resampling of the rows.
+    row = np.repeat(np.arange(count), gamma)
+    by_bin = [
+        csr_array(((labels - predicted).ravel(), (_bins(predicted).ravel(), row)), shape=(gamma * BINS, count))
+        for predicted in predictions
+    ]
+    draws = np.empty((REPLICATES, len(predictions), gamma))
     for replicate in range(REPLICATES):
-        times = np.bincount(rng.integers(0, len(groups), len(groups)), minlength=len(groups)).astype(np.float64)
-        for index, predicted in enumerate(predictions):
-            draws[replicate, index] = calibration_error(predicted, labels, times[members])
+        times = np.bincount(rng.integers(0, len(groups), len(groups)), minlength=len(groups))[members]
+        for index, errors in enumerate(by_bin):
+            sums = np.abs(errors @ times.astype(np.float64)).reshape(gamma, BINS)
+            draws[replicate, index] = sums.sum(axis=1) / times.sum()
     return draws

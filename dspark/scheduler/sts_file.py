@@ -14,7 +14,15 @@ from typing import Literal
 import numpy as np
 from pydantic import BaseModel, ConfigDict
 
-from dspark.scheduler.json_file import mismatches, parse_object, read_text, refuse, require_values, validate
+from dspark.scheduler.json_file import (
+    mismatches,
+    parse_object,
+    read_text,
+    refuse,
+    require_number,
+    require_values,
+    validate,
+)
 from dspark.scheduler.sts import Calibration, StsFit
 
 FLAG = "--speculative-dspark-confidence-sts-path"
@@ -132,7 +140,7 @@ def parse_sts(
             refuse(f"{source} of another deployment ({'; '.join(wrong)})", "one fitted for this one", ADVICE)
         for entry in file.provenance.classes:
             where = f"the class of sampling temperature {entry.sampling_temperature:g} in {source}"
-            require_values("sampling_temperature", np.array([entry.sampling_temperature]), where, ADVICE, zero=True)
+            require_number("sampling_temperature", entry.sampling_temperature, where, ADVICE, zero=True)
             classes.append(
                 (entry.sampling_temperature, _calibration(list(entry.temperatures), list(entry.offsets), gamma, where))
             )
