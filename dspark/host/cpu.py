@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+
 import torch
 
 
@@ -9,6 +11,9 @@ def install_if_no_gpu() -> None:
     """Make rotary embeddings, and attention with target verify, available on a CPU."""
     if torch.cuda.is_available():
         return
+    # The scheduler inherits this. Spinning OpenMP threads make a decode step twenty times slower as soon as anything
+    # else runs on the machine, a client for instance.
+    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     _use_native_rotary()
     _serve_verify_with_torch()
 
