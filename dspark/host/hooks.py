@@ -16,6 +16,7 @@ _ROW_WIDTH = "sglang.srt.mem_cache.kv_cache_configurator.get_req_to_token_extra_
 _KV_BYTES = "sglang.srt.speculative.dflash_utils.scale_kv_cell_size_per_token_for_dflash"
 _RESERVE_WRITE = "sglang.srt.mem_cache.allocation.assign_req_to_token_pool_func"
 _KV_COPY = "sglang.srt.mem_cache.memory_pool.MHATokenToKVPool._init_kv_copy_and_warmup"
+_THRESHOLDS = ("speculative_accept_threshold_single", "speculative_accept_threshold_acc")
 _FINISH = "sglang.srt.managers.schedule_batch.Req.update_finish_state"
 _STATE = "sglang.srt.managers.scheduler.Scheduler.set_internal_state"
 _RELAY_READ = "sglang.srt.managers.overlap_utils.FutureMap._resolve_spec_extras"
@@ -128,11 +129,13 @@ def _finish(original: Callable[..., Any], self: Any, new_accepted_len: int = 1) 
 
 
 def _set_state(original: Callable[..., Any], self: Any, recv_req: Any) -> Any:
-    """The host would answer a budget pin with success although static mode cannot honour it."""
-    frac = recv_req.server_args.get("dspark_force_budget_frac")
-    if not self.spec_algorithm.is_dspark() or frac in (None, 1.0):
+    """The host would answer with success where DSPARK cannot follow: a budget pin in static mode, lossy acceptance."""
+    pins = recv_req.server_args
+    impossible = [name for name in _THRESHOLDS if pins.get(name, 1.0) != 1.0]
+    impossible += ["dspark_force_budget_frac"] * (pins.get("dspark_force_budget_frac") not in (None, 1.0))
+    if not self.spec_algorithm.is_dspark() or not impossible:
         return original(self, recv_req)
     from sglang.srt.managers.io_struct import SetInternalStateReqOutput
 
-    logger.error("dspark: found dspark_force_budget_frac=%s; static mode verifies every draft: 1.0 or null", frac)
+    logger.error("dspark: found %s; full windows and exact acceptance leave only 1.0", {n: pins[n] for n in impossible})
     return SetInternalStateReqOutput(updated=False)

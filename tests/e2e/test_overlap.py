@@ -135,6 +135,11 @@ def test_a_seed_repeats_a_sampled_text(overlap_server: ServerProcess) -> None:
         ({"sampling_params": {"presence_penalty": 0.5}}, "presence_penalty"),
         ({"sampling_params": {"repetition_penalty": 1.2}}, "repetition_penalty"),
         ({"sampling_params": {"min_new_tokens": 5}}, "min_new_tokens"),
+        ({"sampling_params": {"sampling_seed": "x"}}, "sampling_seed='x'"),
+        ({"sampling_params": {"sampling_seed": [1]}}, "sampling_seed=[1]"),
+        ({"sampling_params": {"top_k": 10**10}}, "top_k=10000000000"),
+        ({"text": None, "input_ids": [1, 49152, 5]}, "input token 49152"),
+        ({"text": None, "input_ids": [1, -3]}, "input token -3"),
     ],
 )
 def test_what_is_not_supported_is_answered_with_400(
@@ -147,12 +152,14 @@ def test_what_is_not_supported_is_answered_with_400(
     assert overlap_server.healthy()
 
 
-def test_a_budget_pin_that_cannot_be_honoured_is_refused(overlap_server: ServerProcess) -> None:
-    for value in (0.0, 1.5, 0.5):  # the last is valid for the host, and impossible in static mode
-        done = requests.post(
-            overlap_server.url + "/set_internal_state",
-            json={"server_args": {"dspark_force_budget_frac": value}},
-            timeout=60,
-        )
+def test_a_pin_that_cannot_be_honoured_is_refused(overlap_server: ServerProcess) -> None:
+    # The host itself refuses the first two; the others are valid for it, and impossible here.
+    for pin in (
+        {"dspark_force_budget_frac": 0.0},
+        {"dspark_force_budget_frac": 1.5},
+        {"dspark_force_budget_frac": 0.5},
+        {"speculative_accept_threshold_single": 0.5},
+    ):
+        done = requests.post(overlap_server.url + "/set_internal_state", json={"server_args": pin}, timeout=60)
         assert done.json() == [False]
     assert overlap_server.healthy()
