@@ -59,7 +59,7 @@ def test_retraction_is_lossless_and_accepts_as_much(small_server: ServerProcess,
     assert [answer["output_ids"] for answer in cold] == expected
     assert [answer["output_ids"] for answer in disturbed] == expected
     # Block boundaries shift where a request resumes; without its draft context acceptance would fall towards 1.
-    assert accept_length(disturbed) == pytest.approx(accept_length(cold), rel=0.1)
+    assert accept_length(disturbed) == pytest.approx(accept_length(cold), rel=0.05)
     wait_until_idle(small_server)
     assert not re.search("memory leak|Traceback", small_server.log_path.read_text())
 
