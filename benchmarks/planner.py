@@ -34,6 +34,19 @@ INPUTS = 64  # different survivals, so that no branch and no cache line is learn
 WARM_UP = 50
 
 
+QWEN3_8B = dense_shape(
+    hidden=4096,
+    layers=36,
+    heads=32,
+    kv_heads=8,
+    head_size=128,
+    intermediate=12288,
+    vocabulary=151936,
+    draft_layers=5,
+    markov_rank=256,
+)
+
+
 def ladder_up_to(rows: int) -> np.ndarray:
     """Tiers as the design asks: dense below 64 rows, neighbours at most 1.125 apart above."""
     tiers = [1, 2, 3, 4, 6, *range(8, 64, 4), 64]
@@ -44,18 +57,7 @@ def ladder_up_to(rows: int) -> np.ndarray:
 
 def cost_model(ladder: np.ndarray, gamma: int) -> CostModel:
     """The built-in estimate for Qwen3-8B on an H200."""
-    shape = dense_shape(
-        hidden=4096,
-        layers=36,
-        heads=32,
-        kv_heads=8,
-        head_size=128,
-        intermediate=12288,
-        vocabulary=151936,
-        draft_layers=5,
-        markov_rank=256,
-    )
-    return estimate_cost(shape, hardware_of("NVIDIA H200"), gamma=gamma, ladder=ladder, max_requests=BAR_REQUESTS)
+    return estimate_cost(QWEN3_8B, hardware_of("NVIDIA H200"), gamma=gamma, ladder=ladder, max_requests=BAR_REQUESTS)
 
 
 def timed(call: Callable[[int], Any], rounds: int) -> dict[str, float]:

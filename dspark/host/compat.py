@@ -159,6 +159,14 @@ _TABLE_0_5_17 = (
     HostName(_SRT + "layers.attention.torch_native_backend.TorchNativeAttnBackend", ("model_runner",)),
 )
 
+# The host's own DSPARK. Never imported here: the worker reports which of these the process has loaded.
+BUILTIN_MODULES = (
+    _SRT + "speculative.dspark_components.",
+    "sglang.kernels.ops.speculative.dspark.",
+    _SRT + "models.dspark",
+    _SRT + "models.deepseek_v4_dspark",
+)
+
 TABLES: dict[str, tuple[HostName, ...]] = {"0.5.17": _TABLE_0_5_17}
 
 

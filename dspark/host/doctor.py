@@ -61,7 +61,7 @@ def _hooks() -> str:
 
     load_plugins()
     takeover.check()
-    return f"take-over in place, {len(hooks.TARGETS)} hooks applied"
+    return f"take-over in place, {len(hooks.HOOKS)} hooks applied"
 
 
 def _implementation() -> str:

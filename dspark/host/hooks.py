@@ -8,40 +8,14 @@ from typing import Any
 
 import torch
 from sglang.srt.plugins.hook_registry import HookRegistry, HookType
+from sglang.srt.runtime_context import get_server_args
 
 logger = logging.getLogger("dspark")
 
-_ADMISSION = "sglang.srt.managers.scheduler.validate_dflash_request"
-_ROW_WIDTH = "sglang.srt.mem_cache.kv_cache_configurator.get_req_to_token_extra_context_len"
-_KV_BYTES = "sglang.srt.speculative.dflash_utils.scale_kv_cell_size_per_token_for_dflash"
-_RESERVE_WRITE = "sglang.srt.mem_cache.allocation.assign_req_to_token_pool_func"
-_KV_COPY = "sglang.srt.mem_cache.memory_pool.MHATokenToKVPool._init_kv_copy_and_warmup"
 _THRESHOLDS = ("speculative_accept_threshold_single", "speculative_accept_threshold_acc")
-_FINISH = "sglang.srt.managers.schedule_batch.Req.update_finish_state"
-_STATE = "sglang.srt.managers.scheduler.Scheduler.set_internal_state"
-_RELAY_READ = "sglang.srt.managers.overlap_utils.FutureMap._resolve_spec_extras"
-
-TARGETS = (_ADMISSION, _ROW_WIDTH, _KV_BYTES, _RESERVE_WRITE, _RELAY_READ, _KV_COPY, _FINISH, _STATE)
-
-
-def register() -> None:
-    """Register all hooks; the host applies them after the last plugin has run."""
-    HookRegistry.register(_ADMISSION, _admit, HookType.AROUND)
-    HookRegistry.register(_ROW_WIDTH, _row_headroom, HookType.AROUND)
-    HookRegistry.register(_KV_BYTES, _kv_cell_bytes, HookType.AROUND)
-    HookRegistry.register(_RESERVE_WRITE, _write_reserve, HookType.AROUND)
-    HookRegistry.register(_RELAY_READ, _read_relay, HookType.AROUND)
-    HookRegistry.register(_KV_COPY, _prepare_kv_copy, HookType.AROUND)
-    HookRegistry.register(_FINISH, _finish, HookType.AROUND)
-    HookRegistry.register(_STATE, _set_state, HookType.AROUND)
-    from dspark.host import cpu
-
-    cpu.install_if_no_gpu()
 
 
 def _serves_dspark() -> bool:
-    from sglang.srt.runtime_context import get_server_args
-
     return get_server_args().speculative_algorithm == "DSPARK"
 
 
@@ -139,3 +113,26 @@ def _set_state(original: Callable[..., Any], self: Any, recv_req: Any) -> Any:
 
     logger.error("dspark: found %s; full windows and exact acceptance leave only 1.0", {n: pins[n] for n in impossible})
     return SetInternalStateReqOutput(updated=False)
+
+
+_SRT = "sglang.srt."
+HOOKS: dict[str, Callable[..., Any]] = {
+    _SRT + "managers.scheduler.validate_dflash_request": _admit,
+    _SRT + "mem_cache.kv_cache_configurator.get_req_to_token_extra_context_len": _row_headroom,
+    _SRT + "speculative.dflash_utils.scale_kv_cell_size_per_token_for_dflash": _kv_cell_bytes,
+    _SRT + "mem_cache.allocation.assign_req_to_token_pool_func": _write_reserve,
+    _SRT + "managers.overlap_utils.FutureMap._resolve_spec_extras": _read_relay,
+    _SRT + "mem_cache.memory_pool.MHATokenToKVPool._init_kv_copy_and_warmup": _prepare_kv_copy,
+    _SRT + "managers.schedule_batch.Req.update_finish_state": _finish,
+    _SRT + "managers.scheduler.Scheduler.set_internal_state": _set_state,
+}
+"""Name in the host -> hook around it."""
+
+
+def register() -> None:
+    """Register all hooks; the host applies them after the last plugin has run."""
+    for target, hook in HOOKS.items():
+        HookRegistry.register(target, hook, HookType.AROUND)
+    from dspark.host import cpu
+
+    cpu.install_if_no_gpu()

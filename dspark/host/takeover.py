@@ -66,7 +66,7 @@ def check() -> None:
             raise failure
         raise HostError(f"found a broken plugin set-up: {failure!r}; see the traceback logged above") from failure
     compat.check()
-    lost = [target for target in hooks.TARGETS if target not in HookRegistry._patched]
+    lost = [target for target in hooks.HOOKS if target not in HookRegistry._patched]
     if lost:
         raise HostError(
             f"found hooks that SGLang did not apply: {', '.join(lost)}; all are required; see the error that "

@@ -32,12 +32,6 @@ from dspark.worker.step import DecodeStep, first_tokens
 logger = logging.getLogger("dspark")
 
 Publish = Callable[..., None]
-_BUILTIN_PREFIXES = (
-    "sglang.srt.speculative.dspark_components.",
-    "sglang.kernels.ops.speculative.dspark.",
-    "sglang.srt.models.dspark",
-    "sglang.srt.models.deepseek_v4_dspark",
-)
 
 
 class DSparkWorker(BaseSpecWorker):
@@ -247,7 +241,7 @@ class DSparkWorker(BaseSpecWorker):
 
     def dump_info_records(self) -> dict[str, Any]:
         """What ``/server_info`` shows as ``dspark_info_record``."""
-        loaded = sorted(name for name in sys.modules if name.startswith(_BUILTIN_PREFIXES))
+        loaded = sorted(name for name in sys.modules if name.startswith(compat.BUILTIN_MODULES))
         record: dict[str, Any] = {
             "implementation": "plugin",
             "version": takeover.version(),

@@ -20,6 +20,14 @@ import numpy as np
 
 from dspark.scheduler.json_file import Provenance, mismatches, refuse, require_number, require_values
 
+# Scalar terms of the model, in files and in memory.
+NUMBERS = (
+    "bias_seconds",
+    "rho_seconds_per_token",
+    "kappa_seconds_per_token_row",
+    "floor_seconds",
+    "relative_error",
+)
 ADVICE = "measure the table again, or leave --speculative-dspark-sps-table-path out to use the built-in estimate"
 FLAT_RISE = 0.01  # a table whose step time rises by less than this over its whole range says nothing about rows
 
@@ -77,13 +85,7 @@ class CostModel:
         if self.plain_probes is not None and self.plain_seconds is not None:
             self._check_curve("plain_probes", self.plain_probes, "plain_seconds", self.plain_seconds)
             require_values("plain_seconds", self.plain_seconds, self.source, ADVICE)
-        for name in (
-            "bias_seconds",
-            "rho_seconds_per_token",
-            "kappa_seconds_per_token_row",
-            "floor_seconds",
-            "relative_error",
-        ):
+        for name in NUMBERS:
             require_number(name, getattr(self, name), self.source, ADVICE, zero=True)
         if self.bias_seconds + self.alpha_seconds[0] + self.theta_seconds[0] <= 0:
             refuse(f"a step of 0 seconds at the first probes of {self.source}", "a positive step time", ADVICE)

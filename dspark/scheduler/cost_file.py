@@ -20,7 +20,7 @@ import numpy as np
 from pydantic import BaseModel, ConfigDict
 from scipy.optimize import isotonic_regression
 
-from dspark.scheduler.cost import ADVICE, FLAT_RISE, CostModel
+from dspark.scheduler.cost import ADVICE, FLAT_RISE, NUMBERS, CostModel
 from dspark.scheduler.json_file import (
     Provenance,
     parse_object,
@@ -147,17 +147,7 @@ def _from_additive(value: dict[str, Any], source: str) -> CostModel:
         arrays[probe_name] = probes
         arrays[value_name], dips = _never_falling(value_name, values, base, source)
         notes += dips
-    rest = {
-        name: getattr(file, name)
-        for name in (
-            "bias_seconds",
-            "rho_seconds_per_token",
-            "kappa_seconds_per_token_row",
-            "floor_seconds",
-            "relative_error",
-            "provenance",
-        )
-    }
+    rest = {name: getattr(file, name) for name in (*NUMBERS, "provenance")}
     return CostModel(**arrays, **rest, source=source, notes=notes)
 
 

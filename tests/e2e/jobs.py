@@ -151,6 +151,8 @@ def finish_jobs() -> list[Job]:
     short = "<|im_start|>user\nWhat is 17 plus 25?<|im_end|>\n<|im_start|>assistant\n"
     count = "one, two, three, four, five, six,"
     jobs = [native(f"end at {limit}", short, new_tokens=limit) for limit in range(8, 17)]
+    # A stop token two tokens in, and a limit that the same block reaches: the earlier one must win.
+    jobs += [native(f"comma, limit {n}", count, new_tokens=n, stop_token_ids=[28]) for n in range(2, 9)]
     jobs += [native(f"two stops, limit {n}", count, new_tokens=n, stop=["twelve", "nine"]) for n in range(5, 16, 2)]
     jobs.append(native("stop token before stop string", count, new_tokens=24, stop=["ten"], stop_token_ids=[28]))
     return jobs

@@ -62,9 +62,7 @@ SABOTAGE = {
     "set-up fails": ("from dspark.host import hooks; hooks.register = lambda: 1 / 0", "ZeroDivisionError"),
     "take-over not importable": ("import sys; sys.modules['dspark.host.takeover'] = None", "not loadable"),
     "hook not applied": (
-        "from dspark.host import hooks\n"
-        "hooks._ADMISSION = 'sglang.srt.managers.scheduler.moved'\n"
-        "hooks.TARGETS += (hooks._ADMISSION,)",
+        "from dspark.host import hooks; hooks.HOOKS['sglang.srt.managers.scheduler.moved'] = lambda original: None",
         "scheduler.moved",
     ),
 }

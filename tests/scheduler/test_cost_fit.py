@@ -5,10 +5,11 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
+from benchmarks.planner import QWEN3_8B
 from dspark.errors import CostTableError
 from dspark.scheduler.cost import CostModel
 from dspark.scheduler.cost_fit import StepSamples, fit_cost_model
-from dspark.scheduler.estimate import dense_shape, estimate_cost, hardware_of
+from dspark.scheduler.estimate import estimate_cost, hardware_of
 from dspark.scheduler.planner import PlanState, Policy, TierCosts, plan
 from dspark.scheduler.survival import survival_of
 
@@ -20,17 +21,6 @@ TRUTH = CostModel(
     theta_seconds=np.array([0.0, 1e-3, 4e-3, 1.5e-2]),
     rho_seconds_per_token=3e-8,
     kappa_seconds_per_token_row=1e-9,
-)
-QWEN3_8B = dense_shape(
-    hidden=4096,
-    layers=36,
-    heads=32,
-    kv_heads=8,
-    head_size=128,
-    intermediate=12288,
-    vocabulary=151936,
-    draft_layers=5,
-    markov_rank=256,
 )
 
 

@@ -1,0 +1,45 @@
+"""Hooks whose effect a running server does not show directly."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import pytest
+from sglang.srt.plugins import load_plugins
+from sglang.srt.sampling.sampling_params import SamplingParams
+
+from dspark.host import hooks, memory
+from dspark.host.admission import refusal
+
+
+def test_the_host_budgets_the_drafts_own_kv(monkeypatch: pytest.MonkeyPatch) -> None:
+    load_plugins()
+    from sglang.srt.speculative import dflash_utils
+
+    cell = {"target_cell_size_per_token": 1000, "target_num_layers": 30, "draft_num_layers": 3}
+    monkeypatch.setattr(memory, "draft_kv_bytes_per_token", lambda: 1234)
+    monkeypatch.setattr(hooks, "_serves_dspark", lambda: True)
+    assert dflash_utils.scale_kv_cell_size_per_token_for_dflash(**cell) == 2234
+    monkeypatch.setattr(hooks, "_serves_dspark", lambda: False)
+    assert dflash_utils.scale_kv_cell_size_per_token_for_dflash(**cell) == 1100  # the host's guess, for the others
+
+
+def test_a_refused_request_loses_what_it_was_refused_for() -> None:
+    """The host still prefills it once; a penalty left in place compiles kernels while everybody waits."""
+    params = SamplingParams(repetition_penalty=1.2, frequency_penalty=0.5, min_new_tokens=3, sampling_seed="x")
+    req = SimpleNamespace(
+        sampling_params=params,
+        origin_input_ids=[1, 2],
+        vocab_size=10,
+        multimodal_inputs=None,
+        return_logprob=False,
+        return_hidden_states=False,
+        custom_logit_processor="processor",
+        input_embeds=None,
+        lora_id=None,
+    )
+    assert "sampling_seed" in (refusal(req) or "")
+    assert (params.repetition_penalty, params.frequency_penalty, params.min_new_tokens) == (1.0, 0.0, 0)
+    assert params.sampling_seed is None
+    assert req.custom_logit_processor is None
+    assert refusal(req) is None
