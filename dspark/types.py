@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -24,6 +24,12 @@ class SamplingRows:
     any_greedy: bool
     filters: bool  # some request uses top-k > 1, top-p or min-p
     logit_bias: torch.Tensor | None = None  # [R, V] float32
+    calibration: torch.Tensor | None = None  # [R] int64, row of the confidence calibration; None: all use row 0
+
+    def rows(self, request: torch.Tensor) -> SamplingRows:
+        """The parameters of the requests that rows [N] int64 belong to, in the order of the rows."""
+        fields = ("temperature", "top_k", "top_p", "min_p", "greedy", "seeds")
+        return replace(self, **{name: getattr(self, name)[request] for name in fields}, logit_bias=None)
 
 
 @dataclass(frozen=True)
@@ -51,19 +57,48 @@ class BlockProposal:
 
 
 @dataclass(frozen=True)
+class StepBudget:
+    """What the host has decided before a step runs; no number in it comes from the device."""
+
+    draft: bool  # False: plain decoding, one row per request
+    drafts: int  # K, draft rows scheduled over the whole batch
+    tier: int  # T, rows of the target's forward, >= R + K if packed, R * W if not
+    packed: bool  # the scheduled rows front to front; False: the full window of every request, cut at commit
+
+
+@dataclass(frozen=True)
+class PackedRows:
+    """Where T packed rows sit in the windows [R, W] of a batch. Padding follows the real rows."""
+
+    request: torch.Tensor  # [T] int64, request of each row; the last one's for padding
+    column: torch.Tensor  # [T] int64, 0..W-1, place in the request's window
+    valid: torch.Tensor  # [T] bool, False for padding
+    index: torch.Tensor  # [R, W] int64, packed row of each place; of the last verified one beyond it
+
+    def take(self, windows: torch.Tensor) -> torch.Tensor:
+        """[T] values of [R, W] ``windows``; 0 in padding (token 0, position 0, the host's spare KV slot)."""
+        return torch.where(self.valid, windows[self.request, self.column], 0)
+
+
+@dataclass(frozen=True)
 class VerifyPlan:
     """Rows verified per request."""
 
     verify_lens: torch.Tensor  # [R] int32, 1..W, anchor included
     tokens: torch.Tensor  # [R, W] int64, anchor and drafts
+    packed: PackedRows | None = None  # None: all R * W rows are forwarded, request after request
+
+    def rows_of(self, windows: torch.Tensor) -> torch.Tensor:
+        """[N] values of [R, W] ``windows`` in the order of the forwarded rows."""
+        return windows.reshape(-1) if self.packed is None else self.packed.take(windows)
 
 
 @dataclass(frozen=True)
 class TargetRows:
-    """What the target computed for the R * W rows of a window, request after request."""
+    """What the target computed for the forwarded rows: N = R * W of a full window, T if packed."""
 
-    logits: torch.Tensor  # [R * W, V]
-    features: torch.Tensor  # [R * W, m * H], hidden states of the m tapped layers side by side
+    logits: torch.Tensor  # [N, V]
+    features: torch.Tensor  # [N, m * H], hidden states of the m tapped layers side by side
 
 
 @dataclass(frozen=True)
@@ -80,7 +115,9 @@ class AcceptResult:
 class StepOutcome:
     """Result of one decode step."""
 
-    proposal: BlockProposal
+    proposal: BlockProposal | None  # None: the draft was off
+    survival: torch.Tensor | None  # [R, G] float32, a[r, k]; None without a draft or a confidence head
     plan: VerifyPlan
     accept: AcceptResult
     lengths: torch.Tensor  # [R] int64, after the commit
+    ceiling: torch.Tensor | None  # [R] int32, what a full window would have committed; None if rows were left out

@@ -140,6 +140,7 @@ def test_environment_is_read_in_one_place() -> None:
         "config.py",
         "demo/server.py",
         "demo/model.py",
+        "host/arguments.py",
         "host/cpu.py",
         "host/plugin.py",
         "host/takeover.py",

@@ -104,6 +104,22 @@ class ConfidenceHead(nn.Module):
         return self.proj(features.to(torch.float32)).squeeze(-1)
 
 
+class ConfidenceScale:
+    """Calibrated confidences: c[k] = sigmoid(z[k] / T[k] + b[k]), one (T, b) per class of sampling temperatures.
+
+    Source: DSpark paper section 3.1 (sequential temperature scaling); the classes and b are ours.
+    """
+
+    def __init__(self, temperatures: torch.Tensor, offsets: torch.Tensor) -> None:
+        """Args: [C, G] float32 each; temperatures above 0."""
+        self.temperatures, self.offsets = temperatures, offsets
+
+    def __call__(self, logits: torch.Tensor, row: torch.Tensor | None) -> torch.Tensor:
+        """[R, G] raw logits and [R] int64 classes (None: the first for all) -> [R, G] confidences in (0, 1)."""
+        at = torch.zeros_like(logits[:, 0], dtype=torch.int64) if row is None else row
+        return torch.sigmoid(logits / self.temperatures[at] + self.offsets[at])
+
+
 HEADS: dict[str, type[VanillaMarkovHead]] = {
     head.kind: head for head in (VanillaMarkovHead, GatedMarkovHead, RnnMarkovHead)
 }

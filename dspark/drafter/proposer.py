@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from dspark.drafter.heads import ConfidenceHead, VanillaMarkovHead
+from dspark.drafter.heads import ConfidenceHead, ConfidenceScale, VanillaMarkovHead
 from dspark.kernels.accept import race
 from dspark.kernels.philox import Purpose
 from dspark.types import BlockProposal, SamplingRows
@@ -30,6 +30,7 @@ def propose_block(
     anchors: torch.Tensor,
     positions: torch.Tensor,
     sampling: SamplingRows,
+    calibration: ConfidenceScale | None = None,
 ) -> BlockProposal:
     """Draw a block (paper eq. 4): p_k is proportional to exp(U_k + B_k(x_{k-1})).
 
@@ -41,10 +42,11 @@ def propose_block(
         anchors: [R] int64, token before the first draft.
         positions: [R] int64, positions of the anchors, which key the noise.
         sampling: parameters of the requests; only the temperature shapes the drafts.
+        calibration: None for raw confidences.
 
     Returns:
-        Tokens, the distributions they were drawn from (None if all requests are greedy) and the raw confidences
-        c[k] after the sigmoid (None without a confidence head).
+        Tokens, the distributions they were drawn from (None if all requests are greedy) and the confidences c[k]
+        (None without a confidence head).
     """
     requests, gamma = base_logits.shape[:2]
     state = head.initial_state(requests, hidden)
@@ -61,7 +63,8 @@ def propose_block(
             probs.append(row_probs)
     confidence = None
     if confidence_head is not None:
-        confidence = torch.sigmoid(confidence_head(hidden, torch.stack(embeddings, dim=1)))
+        logits = confidence_head(hidden, torch.stack(embeddings, dim=1))
+        confidence = torch.sigmoid(logits) if calibration is None else calibration(logits, sampling.calibration)
     return BlockProposal(
         tokens=torch.stack(tokens, dim=1), probs=torch.stack(probs, dim=1) if probs else None, confidence=confidence
     )

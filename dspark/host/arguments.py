@@ -4,18 +4,23 @@ from __future__ import annotations
 
 import functools
 import logging
+import os
 from pathlib import Path
 from typing import Any
 
-from dspark.config import Settings, unused_variables
+from dspark.config import MODE_VARIABLE, Settings, VerifyMode, unused_variables
 from dspark.drafter.checkpoint import load_draft_spec, read_config
 from dspark.drafter.spec import DraftSpec
 from dspark.errors import CheckpointError, ConfigError, HostError
+from dspark.host.schedule import load_files
 
 logger = logging.getLogger("dspark")
 
 CUDA_BACKENDS = ("fa3",)
 CPU_BACKEND = "torch_native"
+
+_defaulted_mode: VerifyMode | None = None
+"""The mode that this process has put into the environment itself."""
 
 
 @functools.lru_cache(maxsize=8)
@@ -77,6 +82,8 @@ def resolve_server_args(server_args: Any) -> None:
             target.context_len,
         )
     spec = _resolve_gamma(server_args, spec)
+    mode = _resolve_mode(settings, spec)
+    load_files(server_args, spec, mode)  # a bad file stops here, before any weight is loaded
     _resolve_backend(server_args)
     _resolve_draft_quantization(server_args)
     _resolve_batch(server_args, spec)
@@ -87,7 +94,7 @@ def resolve_server_args(server_args: Any) -> None:
         "attention=%s max_running_requests=%s overlap=%s",
         spec.gamma,
         spec.window,
-        settings.verify_mode,
+        mode,
         spec.markov_kind,
         "yes" if spec.has_confidence else "no",
         list(spec.target_layer_ids),
@@ -265,14 +272,25 @@ def _device_bytes(server_args: Any) -> int:
     return int(torch.cuda.get_device_properties(0).total_memory)
 
 
+def _resolve_mode(settings: Settings, spec: DraftSpec) -> VerifyMode:
+    """Settle the verify mode and leave it in the environment, where every process of the host looks for it."""
+    global _defaulted_mode
+    if settings.verify_mode == _defaulted_mode:  # set by an earlier server of this process, not by the user
+        settings = settings.model_copy(update={"verify_mode": None})
+    mode = settings.resolved_mode(spec.has_confidence)
+    _defaulted_mode = mode if settings.verify_mode is None else None
+    if settings.verify_mode is None:
+        why = "the draft has a confidence head" if spec.has_confidence else "the draft has no confidence head"
+        logger.info("dspark: %s is unset: %s mode, since %s", MODE_VARIABLE, mode, why)
+        os.environ[MODE_VARIABLE] = mode
+    return mode
+
+
 def _note_idle_flags(server_args: Any) -> None:
     """Flags and variables of the host's own DSPARK that do nothing here are named."""
     for name in unused_variables():
         logger.warning("dspark: the variable %s has no effect on this version", name)
-    for field in (
-        "speculative_dspark_sps_table_path",
-        "speculative_dspark_confidence_sts_path",
-        "speculative_dspark_align_verify_tokens_to_graph_tier",
-    ):
-        if getattr(server_args, field):
-            logger.warning("dspark: --%s has no effect: static mode verifies full windows", field.replace("_", "-"))
+    if server_args.speculative_dspark_align_verify_tokens_to_graph_tier:
+        logger.info(
+            "dspark: --speculative-dspark-align-verify-tokens-to-graph-tier is how budgets are always chosen here"
+        )

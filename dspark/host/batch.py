@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Callable
 
 import torch
 from sglang.srt.managers.schedule_batch import ScheduleBatch
@@ -24,10 +25,24 @@ def request_seed(rid: str, server_seed: int) -> int:
 
 
 class RequestTable:
-    """What is known of each request slot, written when a request is prefilled: its seed, and whether it is filtered."""
+    """What is known of each request slot, written when a request is prefilled: seed, filters, calibration class."""
 
-    def __init__(self, slots: int, device: torch.device | str, server_seed: int) -> None:
+    def __init__(
+        self,
+        slots: int,
+        device: torch.device | str,
+        server_seed: int,
+        class_of: Callable[[float], int] | None = None,
+    ) -> None:
+        """Args:
+        slots: request rows of the host's pool.
+        device: of the decode step.
+        server_seed: source of the seeds of requests that bring none.
+        class_of: calibration class of a sampling temperature (0 for greedy); None if there is only one.
+        """
         self._server_seed = server_seed
+        self._class_of = class_of
+        self._classes = torch.zeros(slots, dtype=torch.int64, device=device)
         self._seeds = torch.zeros(slots, dtype=torch.int64, device=device)
         self._filtered = torch.zeros(slots, dtype=torch.bool)  # on the host
 
@@ -40,12 +55,18 @@ class RequestTable:
             else int(one.sampling_seed) & _SEED_MASK
             for req, one in zip(batch.reqs, params, strict=True)
         ]
-        staged = torch.tensor(seeds, dtype=torch.int64, pin_memory=self._seeds.is_cuda)
-        self._seeds[batch.req_pool_indices] = staged.to(self._seeds.device, non_blocking=True)
+        self._seeds[batch.req_pool_indices] = self._staged(seeds)
+        if self._class_of is not None:
+            classes = [self._class_of(0.0 if one.top_k == 1 else one.temperature) for one in params]
+            self._classes[batch.req_pool_indices] = self._staged(classes)
         # Greedy requests carry top_k = 1; they take the other rule and must not make the batch sort its vocabulary.
         self._filtered[batch.req_pool_indices_cpu] = torch.tensor(
             [one.top_k > 1 and (one.top_k < TOP_K_ALL or one.top_p < 1 or one.min_p > 0) for one in params]
         )
+
+    def _staged(self, values: list[int]) -> torch.Tensor:
+        staged = torch.tensor(values, dtype=torch.int64, pin_memory=self._seeds.is_cuda)
+        return staged.to(self._seeds.device, non_blocking=True)
 
     def sampling(self, batch: ScheduleBatch) -> SamplingRows:
         """Sampling parameters of a batch."""
@@ -61,6 +82,7 @@ class RequestTable:
             any_greedy=info.is_any_greedy,
             filters=bool(self._filtered[batch.req_pool_indices_cpu].any()),
             logit_bias=info.logit_bias,
+            calibration=None if self._class_of is None else self._classes[batch.req_pool_indices],
         )
 
 
@@ -85,3 +107,11 @@ def decode_batch(
         slots=slots,
         sampling=requests.sampling(batch),
     )
+
+
+def context_tokens(batch: ScheduleBatch, window: int) -> int:
+    """Context tokens of a decode batch as the host knows them, at most two steps late.
+
+    The host reserves two windows beyond what it knows to be committed. Its own lengths may be on the device only.
+    """
+    return max(0, int(batch.spec_info.reserved_seq_lens_sum) - 2 * window * len(batch.reqs))

@@ -117,11 +117,17 @@ _TABLE_0_5_17 = (
             "next_draft_input",
             "can_run_cuda_graph",
             "speculative_num_draft_tokens",
+            "cap_lens",
+            "block_accept_lens",
         ),
     ),
     HostName(
+        _SRT + "speculative.ragged_verify.RaggedVerifyLayout",
+        ("verify_lens", "graph_num_tokens", "extend_start_loc", "qo_indptr_device"),
+    ),
+    HostName(
         _SRT + "speculative.dflash_info.DFlashVerifyInput",
-        ("draft_token", "positions", "draft_token_num", "custom_mask", "capture_hidden_mode"),
+        ("draft_token", "positions", "draft_token_num", "custom_mask", "capture_hidden_mode", "ragged_verify_layout"),
     ),
     HostName(_SRT + "speculative.dflash_info.DFlashVerifyInput.prepare_for_verify", ("batch", "target_worker")),
     HostName(

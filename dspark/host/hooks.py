@@ -12,6 +12,8 @@ from sglang.srt.runtime_context import get_server_args
 
 logger = logging.getLogger("dspark")
 
+_PIN = "dspark_force_budget_frac"
+_UNPIN = -1
 _THRESHOLDS = ("speculative_accept_threshold_single", "speculative_accept_threshold_acc")
 
 
@@ -103,15 +105,27 @@ def _finish(original: Callable[..., Any], self: Any, new_accepted_len: int = 1) 
 
 
 def _set_state(original: Callable[..., Any], self: Any, recv_req: Any) -> Any:
-    """The host would answer with success where DSPARK cannot follow: a budget pin in static mode, lossy acceptance."""
+    """The host would answer with success where DSPARK cannot follow: lossy acceptance, a pin that is no fraction.
+
+    It ends a pin with null, which its own HTTP schema (numbers only) does not let through; -1 does the same here.
+    """
+    if not self.spec_algorithm.is_dspark():
+        return original(self, recv_req)
     pins = recv_req.server_args
     impossible = [name for name in _THRESHOLDS if pins.get(name, 1.0) != 1.0]
-    impossible += ["dspark_force_budget_frac"] * (pins.get("dspark_force_budget_frac") not in (None, 1.0))
-    if not self.spec_algorithm.is_dspark() or not impossible:
+    fraction = pins.get(_PIN)
+    if fraction == _UNPIN:
+        pins[_PIN] = fraction = None
+    if fraction is not None and not (type(fraction) in (int, float) and 0 < fraction <= 1):
+        impossible.append(_PIN)
+    if not impossible:
         return original(self, recv_req)
     from sglang.srt.managers.io_struct import SetInternalStateReqOutput
 
-    logger.error("dspark: found %s; full windows and exact acceptance leave only 1.0", {n: pins[n] for n in impossible})
+    logger.error(
+        "dspark: found %s; required are thresholds of 1.0 (acceptance is exact) and a pin in (0, 1], or -1 to end it",
+        {name: pins[name] for name in impossible},
+    )
     return SetInternalStateReqOutput(updated=False)
 
 

@@ -11,15 +11,48 @@ from sglang.srt.managers.tp_worker import TpModelWorker
 from sglang.srt.model_executor.forward_batch_info import CaptureHiddenMode, ForwardBatch, ForwardMode
 from sglang.srt.model_executor.model_runner import ModelRunner
 from sglang.srt.speculative.dflash_info import DFlashVerifyInput
+from sglang.srt.speculative.ragged_verify import RaggedVerifyLayout
 
+from dspark.drafter.heads import ConfidenceScale
 from dspark.host.draft_model import DSparkDraftNet
 from dspark.types import DecodeBatch, TargetRows, VerifyPlan
 
 
-def _block_info(rows: int, tokens: torch.Tensor, positions: torch.Tensor, mode: CaptureHiddenMode) -> DFlashVerifyInput:
-    """The host's description of a forward with ``rows`` consecutive rows per request (no tree, no mask)."""
-    return DFlashVerifyInput(
-        draft_token=tokens, positions=positions, draft_token_num=rows, custom_mask=None, capture_hidden_mode=mode
+def _block_info(
+    rows: int,
+    tokens: torch.Tensor,
+    positions: torch.Tensor,
+    mode: CaptureHiddenMode,
+    layout: RaggedVerifyLayout | None = None,
+) -> DFlashVerifyInput:
+    """The host's description of a forward with ``rows`` consecutive rows per request (no tree, no mask).
+
+    With a ``layout`` the rows are packed, and ``rows`` is the most that one request may have.
+    """
+    info = DFlashVerifyInput(
+        draft_token=tokens,
+        positions=positions,
+        draft_token_num=rows,
+        custom_mask=None,
+        capture_hidden_mode=mode,
+        ragged_verify_layout=layout,
+    )
+    if layout is not None:
+        # Graphs of full windows compare this with their own width: packed rows must not be replayed by one of them.
+        info.num_tokens_per_req = 1
+    return info
+
+
+def _ragged_layout(plan: VerifyPlan) -> RaggedVerifyLayout | None:
+    """The host's description of packed rows, made of device values only."""
+    if plan.packed is None:
+        return None
+    starts = plan.verify_lens.cumsum(0, dtype=torch.int32) - plan.verify_lens
+    return RaggedVerifyLayout(
+        verify_lens=plan.verify_lens,
+        graph_num_tokens=plan.packed.request.shape[0],
+        extend_start_loc=starts,
+        qo_indptr_device=torch.cat([starts, (starts[-1] + plan.verify_lens[-1])[None]]),
     )
 
 
@@ -33,6 +66,7 @@ class HostDraftNet:
         self._host_batch: ScheduleBatch | None = None
         self.markov_head = self._model.markov_head
         self.confidence_head = self._model.confidence_head
+        self.calibration: ConfidenceScale | None = None
 
     def bind(self, host_batch: ScheduleBatch) -> None:
         """Name the host's batch that the next forwards belong to."""
@@ -87,12 +121,13 @@ class HostTargetNet:
         self._host_batch = host_batch
 
     def verify(self, batch: DecodeBatch, plan: VerifyPlan) -> TargetRows:
-        """Forward R * W rows; see :class:`dspark.worker.protocols.TargetNet`."""
+        """Forward the planned rows; see :class:`dspark.worker.protocols.TargetNet`."""
         host = self._host_batch
         assert host is not None
         window = plan.tokens.shape[1]
-        verify = _block_info(window, plan.tokens.view(-1), batch.positions.view(-1), CaptureHiddenMode.FULL)
-        host.out_cache_loc = batch.slots.view(-1)
+        tokens, positions = plan.rows_of(plan.tokens), plan.rows_of(batch.positions)
+        verify = _block_info(window, tokens, positions, CaptureHiddenMode.FULL, _ragged_layout(plan))
+        host.out_cache_loc = plan.rows_of(batch.slots)
         if host.seq_lens_cpu is None:
             # Backends that need host lengths may take an upper bound: rows past a request's length are never read.
             host.seq_lens_cpu, host.seq_lens_sum = _host_lengths(host, window)
@@ -103,9 +138,18 @@ class HostTargetNet:
         self.output = result.logits_output
         logits = self.output.next_token_logits
         if batch.sampling.logit_bias is not None:
-            logits = (logits.view(batch.size, window, -1) + batch.sampling.logit_bias[:, None]).view(logits.shape)
+            logits = logits + _bias_rows(batch, plan)
         features, self.output.hidden_states = self.output.hidden_states, None  # never copied to the host
         return TargetRows(logits=logits, features=features)
+
+
+def _bias_rows(batch: DecodeBatch, plan: VerifyPlan) -> torch.Tensor:
+    """[N, V] logit biases of the forwarded rows."""
+    bias = batch.sampling.logit_bias
+    assert bias is not None
+    if plan.packed is not None:
+        return bias[plan.packed.request]
+    return bias.repeat_interleave(plan.tokens.shape[1], dim=0)
 
 
 def _host_lengths(host: ScheduleBatch, rows: int) -> tuple[torch.Tensor, int]:

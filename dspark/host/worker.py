@@ -23,9 +23,12 @@ from dspark.config import Settings
 from dspark.errors import HostError
 from dspark.host import compat, takeover
 from dspark.host.arguments import draft_spec_of
-from dspark.host.batch import RequestTable, decode_batch
+from dspark.host.batch import RequestTable, context_tokens, decode_batch
 from dspark.host.draft_model import ARCHITECTURES
 from dspark.host.networks import HostDraftNet, HostTargetNet
+from dspark.host.schedule import CalibrationClasses, build_scheduler, load_files
+from dspark.types import StepOutcome
+from dspark.worker.budget import BudgetScheduler
 from dspark.worker.records import StepRecorder
 from dspark.worker.step import DecodeStep, first_tokens
 
@@ -48,6 +51,7 @@ class DSparkWorker(BaseSpecWorker):
         self.server_args = server_args
         self.spec = draft_spec_of(server_args)
         self.settings = Settings.from_environment()
+        self.mode = self.settings.resolved_mode(self.spec.has_confidence)
         self._target_worker = target_worker
         self.model_runner = target_worker.model_runner
         self.device = target_worker.device
@@ -69,14 +73,19 @@ class DSparkWorker(BaseSpecWorker):
         self._target_net = HostTargetNet(target_worker)
         self._step = DecodeStep(self._draft_net, self._target_net)
         self._recorder = StepRecorder() if self.settings.record_steps else None
+        self._cost_table, calibration = load_files(server_args, self.spec, self.mode)
+        self._calibration = None if calibration is None else CalibrationClasses(calibration, self.device)
+        if self._calibration is not None:
+            self._draft_net.calibration = self._calibration.scale
         self._requests: RequestTable | None = None
+        self._budgets: BudgetScheduler | None = None
         if ps.tp_rank == 0:
             logger.info(
                 "dspark %s serves DSPARK on sglang %s: gamma=%d mode=%s draft=%s attention=%s/%s device=%s",
                 takeover.version(),
                 compat.host_version(),
                 self.spec.gamma,
-                self.settings.verify_mode,
+                self.mode,
                 type(self.draft_model_runner.model).__name__,
                 server_args.attention_backend,
                 bundle.resolved_attention_backend,
@@ -102,11 +111,22 @@ class DSparkWorker(BaseSpecWorker):
         """Allocate the draft's KV pool; request rows and slots are the target's."""
         super().alloc_memory_pool(memory_pool_config, req_to_token_pool, token_to_kv_pool_allocator)
         rows = req_to_token_pool.req_to_token.shape[0]
-        self._requests = RequestTable(rows, self.device, self._target_worker.random_seed)
+        class_of = None if self._calibration is None else self._calibration.of
+        self._requests = RequestTable(rows, self.device, self._target_worker.random_seed, class_of)
 
     def init_cuda_graphs(self) -> None:
-        """The draft runs eagerly."""
+        """The draft runs eagerly; the target's graphs are the host's, and say which row counts can be replayed."""
         self._draft_worker.init_cuda_graphs(capture_decode_cuda_graph=False)
+        runner = self.model_runner.decode_cuda_graph_runner
+        self._budgets = build_scheduler(
+            self.server_args,
+            self.spec,
+            self.settings,
+            self._cost_table,
+            slots=self.model_runner.req_to_token_pool.req_to_token.shape[0],
+            graph_tiers=None if runner is None else runner.capture_num_tokens,
+        )
+        logger.info("dspark: step times from %s", self._budgets.cost_source or "no table: full windows")
 
     @property
     def spec_v2_attn_backends(self) -> tuple[Any, ...]:
@@ -160,6 +180,7 @@ class DSparkWorker(BaseSpecWorker):
         if batch.forward_mode.is_idle():
             return self._idle(publish)
         assert self._requests is not None
+        assert self._budgets is not None
         if not isinstance(batch.spec_info, DFlashDraftInputV2):
             raise HostError(
                 f"found spec_info {type(batch.spec_info).__name__} on a decode batch; required is DFlashDraftInputV2"
@@ -167,14 +188,25 @@ class DSparkWorker(BaseSpecWorker):
         if batch.seq_lens.is_cuda:
             # Made on the scheduler's stream, read on this one: the allocator must not reuse it too early.
             batch.seq_lens.record_stream(torch.cuda.current_stream())
-        table = self.model_runner.req_to_token_pool.req_to_token
-        inputs = decode_batch(batch, self._window, table, self._requests)
+        pool = self.model_runner.req_to_token_pool
+        inputs = decode_batch(batch, self._window, pool.req_to_token, self._requests)
         self._draft_net.bind(batch)
         self._target_net.bind(batch)
-        outcome = self._step.run(inputs, publish)
+        slots = batch.req_pool_indices_cpu.numpy().copy()  # remembered for two steps, while the batch changes
+        budget = self._budgets.decide(
+            slots, pool.req_generation.numpy()[slots], context_tokens(batch, self.spec.window)
+        )
+        outcome = self._step.run(inputs, budget, publish)
+        self._budgets.publish(outcome.survival)
         if self._recorder is not None:
-            self._recorder.record(int(batch.forward_iter), [req.rid for req in batch.reqs], inputs, outcome)
+            self._recorder.record(
+                int(batch.forward_iter), [req.rid for req in batch.reqs], inputs, budget, outcome, self._budgets.plan
+            )
+        return self._result(outcome)
+
+    def _result(self, outcome: StepOutcome) -> GenerationBatchResult:
         accept = outcome.accept
+        scheduled = self._budgets is not None and self._budgets.schedules
         return GenerationBatchResult(
             logits_output=self._target_net.output,
             next_token_ids=accept.tokens.reshape(-1),
@@ -183,6 +215,8 @@ class DSparkWorker(BaseSpecWorker):
             new_seq_lens=outcome.lengths,
             can_run_cuda_graph=self._target_net.used_graph,
             speculative_num_draft_tokens=self.spec.window,
+            cap_lens=outcome.plan.verify_lens if scheduled else None,
+            block_accept_lens=outcome.ceiling if self.mode == "cap-accept" else None,
         )
 
     def _idle(self, publish: Publish) -> GenerationBatchResult:
@@ -217,7 +251,7 @@ class DSparkWorker(BaseSpecWorker):
 
     @property
     def carries_confidence(self) -> bool:
-        """Whether published steps carry confidences for the host's relay (never in static mode)."""
+        """Whether published steps carry confidences for the host's relay (never: ours is ``worker.relay``)."""
         return False
 
     def get_confidence_budget_prepare(self) -> None:
@@ -225,17 +259,21 @@ class DSparkWorker(BaseSpecWorker):
         return
 
     def set_dspark_forced_budget_frac(self, frac: float | None) -> None:
-        """Pin the share of drafts verified; a hook has refused all but 1 and None, which static mode honours anyway."""
+        """Verify floor(frac * R * gamma) drafts per step from now on, in every mode; None ends the pin."""
+        assert self._budgets is not None
+        self._budgets.pin(frac)
 
     def block_accept_estimate_log_suffix(self) -> str | None:
-        """Suffix for the decode log line; static mode trims nothing, so there is no ceiling to estimate."""
+        """Suffix for the decode log line: the ceiling under trimming is not estimated yet."""
         return None
 
     def note_request_finished(self, *, rid: str, natural_stop: bool) -> None:
         """Nothing is kept per request."""
 
     def clear_info_records(self) -> None:
-        """Forget the step records."""
+        """Forget the step records and set the counters to zero."""
+        if self._budgets is not None:
+            self._budgets.clear()
         if self._recorder is not None:
             self._recorder.clear()
 
@@ -246,8 +284,9 @@ class DSparkWorker(BaseSpecWorker):
             "implementation": "plugin",
             "version": takeover.version(),
             "gamma": self.spec.gamma,
-            "mode": self.settings.verify_mode,
+            "mode": self.mode,
             "builtin_modules_loaded": loaded,
+            "schedule": None if self._budgets is None else self._budgets.statistics(),
         }
         if self._recorder is not None:
             record |= self._recorder.dump()

@@ -75,42 +75,46 @@ def accept_sample(
     verify_lens: torch.Tensor,
     seeds: torch.Tensor,
     positions: torch.Tensor,
+    index: torch.Tensor | None = None,
 ) -> AcceptResult:
     """Exact speculative sampling: keep draft x with probability min(1, p(x) / q(x)), else draw from (p - q)+.
 
     Args:
         draft_tokens: [R, G] int64, drawn from ``draft_probs``.
         draft_probs: [R, G, V] float32, the distribution that *produced* the drafts.
-        target_probs: [R, G + 1, V] float32; rows at or past ``verify_lens`` may hold anything.
+        target_probs: [R, G + 1, V] float32, rows at or past ``verify_lens`` may hold anything; or [T, V] packed rows.
         verify_lens: [R] int32, verified rows per request, 1..G+1.
         seeds, positions: [R] int64, request seed and position of the block's anchor.
+        index: [R, G + 1] int64, the packed row of each place (``PackedRows.index``); None if not packed.
 
     Returns:
         What each request commits; ``tokens`` past ``committed`` are unspecified.
     """
-    gamma = draft_tokens.shape[1]
-    drafted = draft_tokens.unsqueeze(-1)
-    p = target_probs[:, :gamma].gather(-1, drafted).squeeze(-1)
-    q = draft_probs.gather(-1, drafted).squeeze(-1)
+    requests, gamma = draft_tokens.shape
+    if index is None:
+        index = torch.arange(requests * (gamma + 1), device=draft_tokens.device).view(requests, gamma + 1)
+    rows = target_probs.reshape(-1, target_probs.shape[-1])
+    p = rows[index[:, :gamma], draft_tokens]
+    q = draft_probs.gather(-1, draft_tokens.unsqueeze(-1)).squeeze(-1)
     coin = uniform(seeds, positions, gamma, Purpose.ACCEPT)
     accepted = _accepted(coin * q < p, verify_lens)  # u < 1: p >= q always passes, p = 0 never does
-    weights = residual_weights(accepted, draft_probs, target_probs)
+    weights = residual_weights(accepted, draft_probs, rows[index.gather(1, accepted[:, None]).squeeze(1)])
     replacement = race(weights, seeds, positions, accepted, Purpose.RESIDUAL)
     return _commit(accepted, draft_tokens, replacement, verify_lens)
 
 
-def residual_weights(accepted: torch.Tensor, draft_probs: torch.Tensor, target_probs: torch.Tensor) -> torch.Tensor:
+def residual_weights(accepted: torch.Tensor, draft_probs: torch.Tensor, p: torch.Tensor) -> torch.Tensor:
     """[R, V]: (p - q)+ of the row where each chain ends, or p itself in the row after the last draft.
 
     Args:
         accepted: [R] int64, 0..G, the row where the chain ends.
-        draft_probs: [R, G, V]. target_probs: [R, G + 1, V].
+        draft_probs: [R, G, V].
+        p: [R, V], the target's probabilities in that row.
     """
     requests, gamma, vocab = draft_probs.shape
-    index = accepted[:, None, None].expand(requests, 1, vocab)
-    p = target_probs.gather(1, index).squeeze(1)
     if gamma == 0:
         return p
+    index = accepted[:, None, None].expand(requests, 1, vocab)
     q = draft_probs.gather(1, index.clamp(max=gamma - 1)).squeeze(1)
     weights = torch.where((accepted < gamma)[:, None], (p - q).clamp_(min=0), p)
     # p == q leaves no residual: rounding alone can reject such a row, and p is then the right thing to draw from.
@@ -136,6 +140,17 @@ def race(
 def sample_tokens(probs: torch.Tensor, seeds: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
     """[R] int64: one token per request from [R, V] probabilities (the first token after a prefill)."""
     return race(probs, seeds, positions, torch.zeros_like(positions), Purpose.RESIDUAL)
+
+
+def cut(full: AcceptResult, verify_lens: torch.Tensor) -> AcceptResult:
+    """What windows of ``verify_lens`` [R] int32 rows commit, from the outcome of the full window (the prefix rule)."""
+    committed = torch.minimum(full.committed, verify_lens)
+    return AcceptResult(
+        accepted=torch.minimum(full.accepted, verify_lens),
+        committed=committed,
+        tokens=full.tokens,
+        next_anchor=full.tokens.gather(1, committed[:, None].to(torch.int64) - 1).squeeze(1),
+    )
 
 
 def select(greedy: torch.Tensor, when_greedy: AcceptResult, when_sampled: AcceptResult) -> AcceptResult:

@@ -195,7 +195,7 @@ def plan(
     seconds = np.maximum(row.seconds + row.context_seconds * context_tokens, costs.cost.floor_seconds)
     full_rate = float(tokens[-1] / seconds[-1])
     if policy.forced_fraction is not None:
-        budget = math.floor(policy.forced_fraction * requests * gamma)
+        budget = forced_budget(policy.forced_fraction, requests, gamma)
         return _forced(order[:budget], requests, full_rate, costs, context_tokens, state)
     choice = _drafted(tokens, seconds, costs.cost.relative_error, policy, state)
     trimmed = choice.reason is not Reason.FULL
@@ -222,6 +222,11 @@ def plan(
         reason=choice.reason,
         state=state,
     )
+
+
+def forced_budget(fraction: float, requests: int, gamma: int) -> int:
+    """K = floor(f * R * gamma): the drafts that a pinned fraction verifies."""
+    return math.floor(fraction * requests * gamma)
 
 
 def _tokens(order: np.ndarray, row: TierRow, requests: int) -> np.ndarray:

@@ -6,7 +6,7 @@ from typing import Protocol
 
 import torch
 
-from dspark.drafter.heads import ConfidenceHead, VanillaMarkovHead
+from dspark.drafter.heads import ConfidenceHead, ConfidenceScale, VanillaMarkovHead
 from dspark.types import DecodeBatch, TargetRows, VerifyPlan
 
 
@@ -15,6 +15,7 @@ class DraftNet(Protocol):
 
     markov_head: VanillaMarkovHead
     confidence_head: ConfidenceHead | None
+    calibration: ConfidenceScale | None
 
     def block_hidden(self, batch: DecodeBatch) -> torch.Tensor:
         """[R, G, H] final-normed hidden states of the block (anchor and masks); writes the block's own KV."""
@@ -30,4 +31,4 @@ class TargetNet(Protocol):
     """The model whose distribution is served."""
 
     def verify(self, batch: DecodeBatch, plan: VerifyPlan) -> TargetRows:
-        """Forward the planned rows; writes their target KV. Logits carry the requests' biases."""
+        """Forward the planned rows (``plan.packed``); writes their target KV. Logits carry the requests' biases."""

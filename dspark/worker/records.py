@@ -9,7 +9,8 @@ from collections import deque
 from collections.abc import Sequence
 from typing import Any
 
-from dspark.types import DecodeBatch, StepOutcome
+from dspark.scheduler.planner import BudgetPlan
+from dspark.types import DecodeBatch, StepBudget, StepOutcome
 
 LIMIT = 200_000  # request records kept; older steps are dropped and counted
 
@@ -27,10 +28,25 @@ class StepRecorder:
         self._kept = 0
         self._dropped = 0
 
-    def record(self, step: int, rids: Sequence[str], batch: DecodeBatch, outcome: StepOutcome) -> None:
-        """Append one step; ``committed`` holds the tokens before any cut at a stop or length limit."""
-        positions, anchors = batch.lengths.tolist(), batch.anchors.tolist()
-        drafts, windows = outcome.proposal.tokens.tolist(), outcome.plan.verify_lens.tolist()
+    def record(
+        self,
+        step: int,
+        rids: Sequence[str],
+        batch: DecodeBatch,
+        budget: StepBudget,
+        outcome: StepOutcome,
+        plan: BudgetPlan | None,
+    ) -> None:
+        """Append one step; ``committed`` holds the tokens before any cut at a stop or length limit.
+
+        ``drafts``, ``survival`` and ``ceiling`` are None where the step had none: no draft, no confidence head, rows
+        left out.
+        """
+        positions, anchors, windows = batch.lengths.tolist(), batch.anchors.tolist(), outcome.plan.verify_lens.tolist()
+        nothing = [None] * len(rids)
+        drafts = nothing if outcome.proposal is None else outcome.proposal.tokens.tolist()
+        survival = nothing if outcome.survival is None else outcome.survival.tolist()
+        ceiling = nothing if outcome.ceiling is None else outcome.ceiling.tolist()
         accepted, counts = outcome.accept.accepted.tolist(), outcome.accept.committed.tolist()
         tokens = outcome.accept.tokens.tolist()
         requests = [
@@ -39,13 +55,27 @@ class StepRecorder:
                 "position": positions[i],
                 "anchor": anchors[i],
                 "drafts": drafts[i],
+                "survival": survival[i],
                 "verify_len": windows[i],
                 "accepted": accepted[i],
                 "committed": tokens[i][: counts[i]],
+                "ceiling": ceiling[i],
             }
             for i, rid in enumerate(rids)
         ]
-        self._steps.append({"step": step, "requests": requests})
+        forwarded = budget.tier if budget.packed else batch.positions.numel()
+        self._steps.append(
+            {
+                "step": step,
+                "draft": budget.draft,
+                "budget": budget.drafts,
+                "forwarded_rows": forwarded,
+                "reason": None if plan is None else str(plan.reason),
+                "predicted_seconds": None if plan is None else plan.predicted_seconds,
+                "expected_tokens": None if plan is None else plan.expected_tokens,
+                "requests": requests,
+            }
+        )
         self._kept += len(requests)
         while self._kept > self._limit:
             self._kept -= len(self._steps.popleft()["requests"])

@@ -7,16 +7,28 @@ from collections.abc import Callable
 import torch
 
 from dspark.drafter.proposer import propose_block
-from dspark.kernels.accept import accept_greedy, accept_sample, sample_tokens, select
+from dspark.kernels.accept import accept_greedy, accept_sample, cut, sample_tokens, select
+from dspark.kernels.allocate import allocate, survival_of
+from dspark.kernels.ragged_pack import ragged_pack
 from dspark.kernels.target_probs import target_probs
-from dspark.types import AcceptResult, BlockProposal, DecodeBatch, SamplingRows, StepOutcome, TargetRows, VerifyPlan
+from dspark.types import (
+    AcceptResult,
+    BlockProposal,
+    DecodeBatch,
+    PackedRows,
+    SamplingRows,
+    StepBudget,
+    StepOutcome,
+    TargetRows,
+    VerifyPlan,
+)
 from dspark.worker.protocols import DraftNet, TargetNet
 
 Publish = Callable[[torch.Tensor], None]
 
 
 class DecodeStep:
-    """The step of the paper, static mode: every draft is verified.
+    """The step of the paper, in every verify mode.
 
     Nothing here waits for the device: decisions use values that the host already has, all others stay tensors.
     """
@@ -25,27 +37,30 @@ class DecodeStep:
         self._draft_net = draft_net
         self._target_net = target_net
 
-    def run(self, batch: DecodeBatch, publish: Publish) -> StepOutcome:
+    def run(self, batch: DecodeBatch, budget: StepBudget, publish: Publish) -> StepOutcome:
         """Advance every request by 1..W tokens.
 
         Args:
             batch: the R requests.
+            budget: what the host has decided for this step.
             publish: called with the new lengths [R] int64 as soon as they are known, before the commit, so that the
                 host can schedule the next step meanwhile.
         """
-        proposal = self.draft(batch)
-        plan = self.plan(batch, proposal)
+        proposal, survival = self.draft(batch, budget)
+        plan = self.plan(batch, budget, proposal, survival)
         rows = self._target_net.verify(batch, plan)
-        accept = self.accept(batch, proposal, plan, rows)
+        accept, ceiling = self.accept(batch, proposal, plan, rows)
         lengths = batch.lengths + accept.committed
         publish(lengths)
-        self.commit(batch, rows)
-        return StepOutcome(proposal=proposal, plan=plan, accept=accept, lengths=lengths)
+        self.commit(batch, plan, rows)
+        return StepOutcome(proposal, survival, plan, accept, lengths, ceiling)
 
-    def draft(self, batch: DecodeBatch) -> BlockProposal:
-        """Parallel backbone, then the sequential stage (paper section 3.1)."""
+    def draft(self, batch: DecodeBatch, budget: StepBudget) -> tuple[BlockProposal | None, torch.Tensor | None]:
+        """Parallel backbone, then the sequential stage (paper section 3.1); the block and its survival [R, G]."""
+        if not budget.draft:
+            return None, None
         hidden = self._draft_net.block_hidden(batch)
-        return propose_block(
+        proposal = propose_block(
             self._draft_net.markov_head,
             self._draft_net.confidence_head,
             hidden,
@@ -53,45 +68,93 @@ class DecodeStep:
             batch.anchors,
             batch.lengths,
             batch.sampling,
+            self._draft_net.calibration,
         )
+        return proposal, None if proposal.confidence is None else survival_of(proposal.confidence)
 
-    def plan(self, batch: DecodeBatch, proposal: BlockProposal) -> VerifyPlan:
-        """Static mode: the full window for everyone."""
-        window = batch.positions.shape[1]
+    def plan(
+        self, batch: DecodeBatch, budget: StepBudget, proposal: BlockProposal | None, survival: torch.Tensor | None
+    ) -> VerifyPlan:
+        """Split the budget by the current survival, which knows no draft at or after the one it admits."""
+        requests, window = batch.positions.shape
+        gamma = window - 1
+        drafts = batch.anchors.new_zeros(requests, gamma) if proposal is None else proposal.tokens
+        if survival is None:  # nothing tells the drafts apart: earlier ones first, requests in their order
+            survival = torch.zeros(requests, gamma, device=batch.anchors.device)
+        lens = allocate(survival, budget.drafts)
         return VerifyPlan(
-            verify_lens=torch.full_like(batch.anchors, window, dtype=torch.int32),
-            tokens=torch.cat([batch.anchors[:, None], proposal.tokens], dim=1),
+            verify_lens=lens,
+            tokens=torch.cat([batch.anchors[:, None], drafts], dim=1),
+            packed=ragged_pack(lens, budget.tier, window) if budget.packed else None,
         )
 
-    def accept(self, batch: DecodeBatch, proposal: BlockProposal, plan: VerifyPlan, rows: TargetRows) -> AcceptResult:
-        """Greedy rows follow the target's arg max, sampled rows the rejection rule; one batch may hold both."""
-        sampling, drafts = batch.sampling, proposal.tokens
-        logits = rows.logits.view(batch.size, -1, rows.logits.shape[-1])
-        if sampling.any_greedy:
-            greedy = accept_greedy(drafts, logits.argmax(dim=-1), plan.verify_lens)
-            if sampling.all_greedy:
-                return greedy
-        assert proposal.probs is not None
-        probs = target_probs(logits, sampling)
-        sampled = accept_sample(drafts, proposal.probs, probs, plan.verify_lens, sampling.seeds, batch.lengths)
-        return select(sampling.greedy, greedy, sampled) if sampling.any_greedy else sampled
+    def accept(
+        self, batch: DecodeBatch, proposal: BlockProposal | None, plan: VerifyPlan, rows: TargetRows
+    ) -> tuple[AcceptResult, torch.Tensor | None]:
+        """Apply the rule of each request; of full windows also say what they would have committed uncut."""
+        if proposal is None:
+            return plain_accept(batch, plan, rows), None
+        if plan.packed is not None:
+            return verify_block(batch, proposal, plan.verify_lens, plan.packed, rows.logits), None
+        window = torch.full_like(plan.verify_lens, batch.positions.shape[1])
+        full = verify_block(batch, proposal, window, None, rows.logits)
+        return cut(full, plan.verify_lens), full.committed
 
-    def commit(self, batch: DecodeBatch, rows: TargetRows) -> None:
+    def commit(self, batch: DecodeBatch, plan: VerifyPlan, rows: TargetRows) -> None:
         """Turn the target's features into draft context KV.
 
         All rows are written: the KV of a rejected row lies at or past the next anchor's position, where the next block
         writes its own KV before anything reads it. Only committed positions ever count as context.
         """
-        self._draft_net.inject(rows.features, batch.positions.view(-1), batch.slots.view(-1))
+        self._draft_net.inject(rows.features, plan.rows_of(batch.positions), plan.rows_of(batch.slots))
+
+
+def verify_block(
+    batch: DecodeBatch,
+    proposal: BlockProposal,
+    verify_lens: torch.Tensor,
+    packed: PackedRows | None,
+    logits: torch.Tensor,
+) -> AcceptResult:
+    """Greedy rows follow the target's arg max, sampled rows the rejection rule; one batch may hold both.
+
+    Args:
+        batch, proposal: what was drafted for whom.
+        verify_lens: [R] int32, 1..W.
+        packed: layout of the forwarded rows; None for full windows.
+        logits: [N, V] of the forwarded rows.
+    """
+    sampling, drafts = batch.sampling, proposal.tokens
+    if sampling.any_greedy:
+        best = logits.argmax(dim=-1)
+        best = best.view(batch.size, -1) if packed is None else best[packed.index]
+        greedy = accept_greedy(drafts, best, verify_lens)
+        if sampling.all_greedy:
+            return greedy
+    assert proposal.probs is not None
+    if packed is None:
+        probs, index = target_probs(logits.view(batch.size, -1, logits.shape[-1]), sampling), None
+    else:
+        probs, index = target_probs(logits[:, None], sampling.rows(packed.request)).squeeze(1), packed.index
+    sampled = accept_sample(drafts, proposal.probs, probs, verify_lens, sampling.seeds, batch.lengths, index)
+    return select(sampling.greedy, greedy, sampled) if sampling.any_greedy else sampled
+
+
+def plain_accept(batch: DecodeBatch, plan: VerifyPlan, rows: TargetRows) -> AcceptResult:
+    """A step without a draft: every request commits the token after its anchor."""
+    assert plan.packed is not None, "a step without a draft forwards one row per request"
+    token = first_tokens(rows.logits[plan.packed.index[:, 0]], batch.sampling, batch.lengths)
+    one = torch.ones_like(plan.verify_lens)
+    return AcceptResult(one - 1, one, token[:, None].expand_as(plan.tokens).contiguous(), token)
 
 
 def first_tokens(logits: torch.Tensor, sampling: SamplingRows, positions: torch.Tensor) -> torch.Tensor:
-    """Tokens after a prefill, drawn from the same noise stream as all later ones.
+    """Tokens that follow no draft (a prefill, plain decoding), drawn from the same noise stream as all others.
 
     Args:
-        logits: [R, V] of each prompt's last token, biases applied.
+        logits: [R, V] of each request's last token, biases applied.
         sampling: parameters of the R requests.
-        positions: [R] int64, positions of the prompts' last tokens, which key the noise.
+        positions: [R] int64, positions of the last tokens, which key the noise.
 
     Returns:
         [R] int64.

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import contextlib
+import json
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import pytest
+import requests
 
 from dspark.demo.server import ServerProcess, device_args
 from tests.conftest import DRAFT
@@ -51,10 +53,43 @@ def plain_answers(target: Path) -> dict[str, Any]:
         return run_all(server, [job for job in mixed_traffic() if job.greedy] + more, at_once=8)
 
 
+def cost_table(folder: Path, **more: Any) -> list[str]:
+    """Flags for a table by hand: 10 ms and 1 ms a row, so that one request gets a few rows, and many get few each."""
+    rows = [1, 2, 64, 512]
+    table = {"bias_seconds": 0.01, "bs_probes": [1], "alpha_seconds": [0.0], "m_probes": rows}
+    table |= {"theta_seconds": [0.001 * count for count in rows]} | more
+    path = folder / "steep.json"
+    path.write_text(json.dumps(table))
+    return ["--speculative-dspark-sps-table-path", str(path)]
+
+
 @pytest.fixture(scope="module")
-def overlap_server(target: Path, plain_answers: dict[str, Any]) -> Iterator[ServerProcess]:
-    """DSPARK under overlap scheduling, with small prefill chunks and step records."""
-    with serve(
-        target, *DSPARK, "--chunked-prefill-size", "64", "--max-running-requests", "24", SGLANG_DSPARK_DEBUG_DUMP="reqs"
-    ) as server:
+def overlap_server(
+    target: Path, plain_answers: dict[str, Any], tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[ServerProcess]:
+    """DSPARK under overlap scheduling in its default mode (compact), trimming, with small prefill chunks."""
+    flags = ["--chunked-prefill-size", "64", "--max-running-requests", "24"]
+    flags += cost_table(tmp_path_factory.mktemp("overlap"))
+    with serve(target, *DSPARK, *flags, SGLANG_DSPARK_DEBUG_DUMP="reqs") as server:
         yield server
+
+
+def record(server: ServerProcess) -> dict[str, Any]:
+    """What the worker reports of itself."""
+    return server.server_info()["internal_states"][0]["dspark_info_record"]
+
+
+def steps_of(server: ServerProcess, rid: str) -> list[dict[str, Any]]:
+    """The recorded steps of one request, each with its step's own fields."""
+    return [
+        {name: value for name, value in step.items() if name != "requests"} | request
+        for step in record(server)["steps"]
+        for request in step["requests"]
+        if request["rid"] == rid
+    ]
+
+
+def set_state(server: ServerProcess, **state: Any) -> bool:
+    """Whether the server accepted an internal state."""
+    done = requests.post(server.url + "/set_internal_state", json={"server_args": state}, timeout=60)
+    return done.json() == [True]

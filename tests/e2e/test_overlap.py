@@ -2,24 +2,23 @@
 
 from __future__ import annotations
 
+import math
 import re
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import requests
 from transformers import AutoTokenizer
 
 from dspark.demo.server import ServerProcess
 from tests.conftest import DRAFT
-from tests.e2e.conftest import run_all
+from tests.e2e.conftest import record, run_all, set_state, steps_of
 from tests.e2e.jobs import LONG, finish_jobs, mixed_traffic
 from tests.reference.decode import ReferenceDecoder
-
-
-def record(server: ServerProcess) -> dict[str, Any]:
-    return server.server_info()["internal_states"][0]["dspark_info_record"]
 
 
 def wait_until_idle(server: ServerProcess) -> None:
@@ -36,7 +35,9 @@ def test_the_builtin_is_not_loaded(overlap_server: ServerProcess) -> None:
     assert found["implementation"] == "plugin"
     parts = [name.rsplit(".", 1)[-1] for name in found["builtin_modules_loaded"]]
     assert set(parts) <= {"dspark_config"}  # read by the host's own argument and capture code
-    assert "serves DSPARK" in overlap_server.log_path.read_text()
+    log = overlap_server.log_path.read_text()
+    assert "serves DSPARK" in log
+    assert "compact mode, since the draft has a confidence head" in log
 
 
 def test_mixed_traffic_is_lossless_and_nothing_is_lost(
@@ -51,6 +52,10 @@ def test_mixed_traffic_is_lossless_and_nothing_is_lost(
     wait_until_idle(overlap_server)
     assert overlap_server.healthy()
     assert not re.search("memory leak|Traceback", overlap_server.log_path.read_text())
+    schedule = record(overlap_server)["schedule"]
+    assert schedule["scheduled_rows"] == schedule["forwarded_rows"] < 6 * schedule["requests"]
+    assert schedule["relay"]["fresh"] > 0
+    assert schedule["late_confidences"] == 0
 
 
 def test_the_earliest_reason_ends_an_answer(overlap_server: ServerProcess, plain_answers: dict[str, Any]) -> None:
@@ -79,23 +84,25 @@ def test_steps_equal_the_reference_loop(overlap_server: ServerProcess, target: P
         ids = tokenizer.apply_chat_template(
             [{"role": "user", "content": question}], add_generation_prompt=True, return_dict=True
         )["input_ids"]
-        expected = reference.generate(ids, 40, eos_ids=(1, 2))
         rid = f"reference-{number}-{time.time()}"
         answer = overlap_server.generate(ids, rid=rid, sampling_params={"temperature": 0, "max_new_tokens": 40})
+        steps = steps_of(overlap_server, rid)
+        windows = [step["verify_len"] for step in steps]
+        assert min(windows) < 8, "no step was trimmed"
+        expected = reference.generate(ids, 40, eos_ids=(1, 2), verify_lens=windows)
         assert answer["output_ids"] == expected.tokens
-        steps = [
-            request for step in record(overlap_server)["steps"] for request in step["requests"] if request["rid"] == rid
-        ]
         # Under overlap one more step may have run before the host saw the end.
         for got, want in zip(steps, expected.steps, strict=False):
             assert (got["position"], got["anchor"], got["drafts"], got["accepted"], got["committed"]) == (
                 want.position, want.anchor, want.drafts, want.accepted, want.committed,
             )  # fmt: skip
+            assert got["verify_len"] == 1 + got["budget"] == got["forwarded_rows"]
         assert len(expected.steps) <= len(steps) <= len(expected.steps) + 1
 
 
 def test_a_prefix_hit_and_chunks_accept_as_much_as_a_cold_run(overlap_server: ServerProcess, target: Path) -> None:
     """The prompt takes several chunks; the second run finds it cached; the reference loop saw it in one piece."""
+    assert set_state(overlap_server, dspark_force_budget_frac=1.0)
     tokenizer = AutoTokenizer.from_pretrained(target)
     ids = tokenizer(LONG + LONG + "The baker")["input_ids"]
     overlap_server.flush_cache()
@@ -106,6 +113,35 @@ def test_a_prefix_hit_and_chunks_accept_as_much_as_a_cold_run(overlap_server: Se
     assert runs[0]["output_ids"] == runs[1]["output_ids"]
     expected = ReferenceDecoder(target, DRAFT).generate(ids, 48)
     assert [run["meta_info"]["spec_verify_ct"] for run in runs] == [len(expected.steps)] * 2
+    assert set_state(overlap_server, dspark_force_budget_frac=-1)
+
+
+def test_random_pins_change_the_rows_and_nothing_else(
+    overlap_server: ServerProcess, plain_answers: dict[str, Any]
+) -> None:
+    """Budgets jump at random while mixed traffic runs; each step forwards exactly R + floor(f * R * gamma) rows."""
+    assert set_state(overlap_server, dspark_clear_info_records=True)
+    fractions = np.random.default_rng(0).choice([0.01, 0.15, 0.3, 0.5, 0.8, 1.0], 400)
+    jobs = [job for job in mixed_traffic() if job.greedy]
+    with ThreadPoolExecutor(1) as pool:
+        running = pool.submit(run_all, overlap_server, jobs, 12)
+        for fraction in fractions:
+            assert set_state(overlap_server, dspark_force_budget_frac=float(fraction))
+            if running.done():
+                break
+            time.sleep(0.05)
+        answers = running.result()
+    assert set_state(overlap_server, dspark_force_budget_frac=-1)
+    assert answers == {job.name: plain_answers[job.name] for job in jobs}
+    seen = set()
+    for step in record(overlap_server)["steps"]:
+        count = len(step["requests"])
+        allowed = {math.floor(f * count * 7) for f in set(fractions)}
+        assert step["budget"] in allowed
+        assert step["forwarded_rows"] == count + step["budget"]
+        assert sum(one["verify_len"] for one in step["requests"]) == step["forwarded_rows"]
+        seen.add(step["budget"] / count)
+    assert len(seen) > 3
 
 
 def test_a_seed_repeats_a_sampled_text(overlap_server: ServerProcess) -> None:
@@ -153,13 +189,7 @@ def test_what_is_not_supported_is_answered_with_400(
 
 
 def test_a_pin_that_cannot_be_honoured_is_refused(overlap_server: ServerProcess) -> None:
-    # The host itself refuses the first two; the others are valid for it, and impossible here.
-    for pin in (
-        {"dspark_force_budget_frac": 0.0},
-        {"dspark_force_budget_frac": 1.5},
-        {"dspark_force_budget_frac": 0.5},
-        {"speculative_accept_threshold_single": 0.5},
-    ):
-        done = requests.post(overlap_server.url + "/set_internal_state", json={"server_args": pin}, timeout=60)
-        assert done.json() == [False]
+    for pin in (0.0, 1.5, -0.5, "half", [0.5]):
+        assert not set_state(overlap_server, dspark_force_budget_frac=pin), pin
+    assert not set_state(overlap_server, speculative_accept_threshold_single=0.5)
     assert overlap_server.healthy()

@@ -12,7 +12,16 @@ import pytest
 import requests
 
 from dspark.demo.server import ServerProcess
-from tests.e2e.conftest import DSPARK, LIMIT_PROMPT, RETRACTION_PROMPTS, RETRACTION_TOKENS, run_all, serve
+from tests.e2e.conftest import (
+    DSPARK,
+    LIMIT_PROMPT,
+    RETRACTION_PROMPTS,
+    RETRACTION_TOKENS,
+    record,
+    run_all,
+    serve,
+    set_state,
+)
 from tests.e2e.jobs import mixed_traffic
 from tests.e2e.test_overlap import wait_until_idle
 
@@ -24,7 +33,9 @@ def small_server(target: Path, plain_answers: dict[str, Any]) -> Iterator[Server
     """Synchronous scheduling, blocks of 3, a context of 256, KV for three of the six long answers that it admits."""
     flags = ["--disable-overlap-schedule", "--speculative-dspark-block-size", "3", "--context-length", str(CONTEXT)]
     flags += ["--max-total-tokens", "420", "--max-running-requests", "6", "--schedule-conservativeness", "0.05"]
-    with serve(target, *DSPARK, *flags, SGLANG_CLIP_MAX_NEW_TOKENS_ESTIMATION="16") as server:
+    # Static: how many rows a step verifies must not depend on how many requests run.
+    env = {"SGLANG_CLIP_MAX_NEW_TOKENS_ESTIMATION": "16", "SGLANG_RAGGED_VERIFY_MODE": "static"}
+    with serve(target, *DSPARK, *flags, **env) as server:
         yield server
 
 
@@ -82,3 +93,13 @@ def test_greedy_jobs_that_fit_are_lossless(small_server: ServerProcess, plain_an
     jobs = [job for job in mixed_traffic() if job.greedy and "long" not in job.name and "shared" not in job.name]
     answers = run_all(small_server, jobs, at_once=6)
     assert answers == {name: plain_answers[name] for name in answers}
+
+
+def test_a_pin_is_honoured_in_static_mode(small_server: ServerProcess, plain_answers: dict[str, Any]) -> None:
+    """Half of the drafts: 1 + floor(0.5 * 3) rows for a lone request, and the same text."""
+    assert set_state(small_server, dspark_force_budget_frac=0.5, dspark_clear_info_records=True)
+    answer = small_server.generate(LIMIT_PROMPT, sampling_params={"temperature": 0, "max_new_tokens": 20})
+    schedule = record(small_server)["schedule"]
+    assert set_state(small_server, dspark_force_budget_frac=-1)
+    assert answer["output_ids"] == plain_answers["context limit"][0][:20]
+    assert schedule["forwarded_rows"] == schedule["scheduled_rows"] == 2 * schedule["steps"] > 0

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 from pathlib import Path
 from typing import Any
 
 import pytest
+from safetensors.torch import load_file, save_file
 
-from dspark.errors import CheckpointError, ConfigError
+from dspark.errors import CheckpointError, ConfigError, CostTableError
+from dspark.host import arguments
 from tests.conftest import DRAFT
 
 
@@ -88,10 +91,80 @@ def test_a_draft_of_another_target_is_refused(resolve: Any, tmp_path: Path) -> N
         resolve(speculative_draft_model_path=str(other))
 
 
-def test_a_mode_that_is_not_built_is_refused(resolve: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def _draft_without_confidence(folder: Path) -> Path:
+    """The example draft with its confidence head taken off, configuration and tensors."""
+    other = folder / "headless"
+    shutil.copytree(DRAFT, other)
+    config = json.loads((other / "config.json").read_text())
+    (other / "config.json").write_text(json.dumps(config | {"enable_confidence_head": False}))
+    weights = load_file(other / "model.safetensors")
+    kept = {name: tensor for name, tensor in weights.items() if not name.startswith("confidence_head")}
+    assert len(kept) < len(weights)
+    save_file(kept, other / "model.safetensors")
+    return other
+
+
+def test_the_default_mode_is_left_in_the_environment(
+    resolve: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Every process of the host reads the variable itself; a second server of this process settles its own."""
+    monkeypatch.delenv("SGLANG_RAGGED_VERIFY_MODE", raising=False)
+    monkeypatch.setattr(arguments, "_defaulted_mode", None)
+    headless = str(_draft_without_confidence(tmp_path))
+    for draft, mode in ((str(DRAFT), "compact"), (headless, "static"), (str(DRAFT), "compact")):
+        resolve(speculative_draft_model_path=draft)
+        assert os.environ["SGLANG_RAGGED_VERIFY_MODE"] == mode
+    monkeypatch.setenv("SGLANG_RAGGED_VERIFY_MODE", "cap-accept")
+    resolve()
+    assert os.environ["SGLANG_RAGGED_VERIFY_MODE"] == "cap-accept"
+    with pytest.raises(ConfigError, match="cap-accept and a draft without a confidence head"):
+        resolve(speculative_draft_model_path=headless)
+
+
+TABLE = {
+    "bias_seconds": 0.01,
+    "bs_probes": [1],
+    "alpha_seconds": [0.0],
+    "m_probes": [1, 64],
+    "theta_seconds": [0.001, 0.064],
+}
+STS = {"temperatures": [1.0] * 7, "dataset": "d", "num_samples": 3}
+
+
+@pytest.mark.parametrize(
+    ("flag", "content", "text"),
+    [
+        ("sps_table", TABLE | {"theta_seconds": [0.01, 0.01]}, "a flat cost table"),
+        ("sps_table", TABLE | {"theta_seconds": [0.064, 0.001]}, "never falls"),
+        ("sps_table", TABLE | {"theta_seconds": [float("nan"), 1.0]}, "theta_seconds"),
+        ("sps_table", TABLE | {"theta_seconds": [-1.0, 1.0]}, "theta_seconds"),
+        ("sps_table", TABLE | {"m_probes": [64, 1]}, "strictly increasing"),
+        ("sps_table", [1, 2], "JSON list"),
+        ("sps_table", {"speed": 3}, "neither of the keys"),
+        ("confidence_sts", STS | {"temperatures": [1.0] * 6}, "6 values of temperatures.*7 values"),
+        ("confidence_sts", STS | {"temperatures": []}, "an empty temperatures"),
+        ("confidence_sts", STS | {"temperatures": [1.0] * 6 + [0.0]}, r"temperatures\[6\] = 0.0"),
+        ("confidence_sts", STS | {"temperatures": [-1.0] * 7}, r"temperatures\[0\] = -1.0"),
+        ("confidence_sts", STS | {"gamma": 4}, "gamma = 4"),
+    ],
+)
+def test_a_bad_file_stops_the_server(
+    resolve: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, flag: str, content: Any, text: str
+) -> None:
     monkeypatch.setenv("SGLANG_RAGGED_VERIFY_MODE", "compact")
-    with pytest.raises(ConfigError, match=r"'static' is required"):
-        resolve()
+    path = tmp_path / "file.json"
+    path.write_text(json.dumps(content))
+    with pytest.raises(CostTableError, match=text):
+        resolve(**{f"speculative_dspark_{flag}_path": str(path)})
+
+
+@pytest.mark.parametrize("flag", ["sps_table", "confidence_sts"])
+def test_a_file_that_is_not_there_stops_the_server(
+    resolve: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, flag: str
+) -> None:
+    monkeypatch.setenv("SGLANG_RAGGED_VERIFY_MODE", "compact")
+    with pytest.raises(ConfigError, match=r"gone\.json.*cannot be read"):
+        resolve(**{f"speculative_dspark_{flag}_path": str(tmp_path / "gone.json")})
 
 
 def test_request_rows_hold_two_windows(resolve: Any) -> None:

@@ -1,0 +1,1 @@
+"""Captured shapes: how many rows a step may run."""

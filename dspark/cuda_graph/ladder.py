@@ -1,0 +1,26 @@
+"""Row counts that a step may run: fine where every row matters, geometric above."""
+
+from __future__ import annotations
+
+import numpy as np
+
+_LOW = (1, 2, 3, 4, 6, 8, 10, 12, 14, 16, 20, 24, 28, 32, 40, 48, 56, 64)
+_RATIO = 1.125  # above the low end: padding costs at most this much
+_STEP = 8  # rows; above the low end tiers are multiples of it
+
+
+def tier_ladder(max_requests: int, window: int) -> np.ndarray:
+    """[L] int64 increasing tiers, the last of which holds the full windows of ``max_requests`` requests.
+
+    Args:
+        max_requests: largest batch.
+        window: W.
+    """
+    largest = max_requests * window
+    tiers = [tier for tier in _LOW if tier < largest]
+    tier = _LOW[-1]
+    while tier < largest:
+        tier = max(int(tier * _RATIO) // _STEP * _STEP, tier + _STEP)
+        if tier < largest:
+            tiers.append(tier)
+    return np.array([*tiers, largest], dtype=np.int64)

@@ -1,0 +1,156 @@
+"""The budget of each decode step: mode, pins, relay and planner put together."""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from typing import Any
+
+import numpy as np
+import torch
+
+from dspark.config import VerifyMode
+from dspark.scheduler.cost import pad_to_tier
+from dspark.scheduler.planner import BudgetPlan, PlanState, Policy, Reason, TierCosts, forced_budget, plan
+from dspark.types import StepBudget
+from dspark.worker.relay import ConfidenceRelay
+
+
+class BudgetScheduler:
+    """Decides how many drafts each step verifies.
+
+    One ``decide`` and one ``publish`` per decode step, in this order. Everything here is a function of values that are
+    the same on every rank, so the ranks agree without a word.
+    """
+
+    def __init__(
+        self,
+        *,
+        gamma: int,
+        mode: VerifyMode,
+        relay: ConfidenceRelay,
+        costs: TierCosts | None = None,
+        policy: Policy | None = None,
+        graph_tiers: np.ndarray | None = None,
+    ) -> None:
+        """Args:
+        gamma: drafts per block.
+        mode: verify mode.
+        relay: survivals of earlier steps.
+        costs: seconds of a step per tier; None: no step is trimmed unless it is pinned.
+        policy: of the planner.
+        graph_tiers: [L] int64, rows of the captured graphs, if packed rows must be padded to one of them.
+        """
+        self._gamma, self._mode, self._relay, self._costs = gamma, mode, relay, costs
+        self._policy = policy or Policy()
+        self._graph_tiers = graph_tiers
+        self._state = PlanState()
+        self._pin: float | None = None
+        self._step = 0
+        self._requests: tuple[np.ndarray, np.ndarray] = (np.empty(0, np.int64), np.empty(0, np.int64))
+        self.plan: BudgetPlan | None = None  # of the last step; None: full windows without a plan
+        self.clear()
+
+    @property
+    def schedules(self) -> bool:
+        """Whether windows follow the planner."""
+        return self._mode != "static" and self._costs is not None
+
+    @property
+    def cost_source(self) -> str | None:
+        """Where the step times come from; None if nothing is scheduled."""
+        return self._costs.cost.source if self._costs is not None else None
+
+    def pin(self, fraction: float | None) -> None:
+        """Verify exactly floor(``fraction`` * R * gamma) drafts from the next step on, in every mode; None ends it.
+
+        A pinned step forwards R + K rows, in cap-accept and static too: whoever pins wants to time that work.
+        """
+        self._pin = fraction
+
+    def decide(self, slots: np.ndarray, generations: np.ndarray, context_tokens: float) -> StepBudget:
+        """The budget of the next step.
+
+        Args:
+            slots, generations: [R] int64, request slots of the batch and their generations; R >= 1.
+            context_tokens: C of the batch, at most two steps old.
+        """
+        self._step += 1
+        self._requests = slots, generations
+        self.plan = None
+        if self.schedules:
+            self._schedule(slots, generations, context_tokens)
+        budget = self._budget(slots.shape[0])
+        self._count(slots.shape[0], budget)
+        return budget
+
+    def publish(self, survival: torch.Tensor | None) -> None:
+        """Hand over the survivals [R, G] of the step that was decided last; None if it did not draft."""
+        if self.schedules:
+            self._relay.publish(self._step, *self._requests, survival)
+
+    def _schedule(self, slots: np.ndarray, generations: np.ndarray, context_tokens: float) -> None:
+        """Plan the step. A pinned one is planned as well, so that relay and prior stay warm for the time after."""
+        assert self._costs is not None
+        known = self._relay.survival(self._step, slots, generations)
+        assert known.survival is not None
+        self.plan = plan(
+            known.survival,
+            self._costs,
+            self._policy,
+            self._state,
+            context_tokens=context_tokens,
+            informed=known.informed,
+        )
+        self._state = self.plan.state
+
+    def _budget(self, requests: int) -> StepBudget:
+        full = requests * self._gamma
+        if self._pin is not None:
+            drafts = forced_budget(self._pin, requests, self._gamma)
+            return StepBudget(True, drafts, self._padded(requests + drafts), packed=True)
+        if self.plan is not None and not self.plan.draft:
+            return StepBudget(False, 0, self._padded(requests), packed=True)
+        drafts = full if self.plan is None else self.plan.budget
+        # A full window needs no packing, unless the host has captured packed rows only.
+        packed = self._graph_tiers is not None or (self._mode == "compact" and drafts < full)
+        if self._mode == "cap-accept" or not packed:
+            return StepBudget(True, drafts, requests + full, packed=False)
+        return StepBudget(True, drafts, self._padded(requests + drafts), packed=True)
+
+    def _padded(self, rows: int) -> int:
+        return rows if self._graph_tiers is None else pad_to_tier(rows, self._graph_tiers)
+
+    # -- counters: sums and counts, never means ----------------------------------------------------------------------
+
+    def _count(self, requests: int, budget: StepBudget) -> None:
+        reason = Reason.FORCED if self._pin is not None else Reason.FULL if self.plan is None else self.plan.reason
+        self._reasons[reason] += 1
+        forwarded = budget.tier if budget.packed else requests * (self._gamma + 1)
+        row = self._by_requests[requests]
+        row += (1, requests + budget.drafts, forwarded, int(not budget.draft))
+
+    def clear(self) -> None:
+        """Set all counters to zero."""
+        self._reasons: Counter[Reason] = Counter()
+        # R -> steps, scheduled rows M, forwarded rows, steps without a draft
+        self._by_requests: defaultdict[int, np.ndarray] = defaultdict(lambda: np.zeros(4, dtype=np.int64))
+        self._relay.waits = 0
+        self._relay.found = dict.fromkeys(self._relay.found, 0)
+
+    def statistics(self) -> dict[str, Any]:
+        """Sums since the start or the last ``clear``; keys are stable."""
+        names = ("steps", "scheduled_rows", "forwarded_rows", "draft_off_steps")
+        total = sum(self._by_requests.values(), np.zeros(4, dtype=np.int64))
+        return {
+            **dict(zip(names, total.tolist(), strict=True)),
+            "requests": sum(requests * int(row[0]) for requests, row in self._by_requests.items()),
+            "pinned_fraction": self._pin,
+            "cost_source": self.cost_source,
+            "reasons": {str(reason): count for reason, count in sorted(self._reasons.items())},
+            "relay": {str(found): count for found, count in self._relay.found.items()},
+            "late_confidences": self._relay.waits,
+            "by_batch": {
+                str(requests): dict(zip(names, row.tolist(), strict=True))
+                for requests, row in sorted(self._by_requests.items())
+            },
+        }

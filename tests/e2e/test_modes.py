@@ -1,0 +1,68 @@
+"""cap-accept and draft-off steps on the real server, without overlap."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+from transformers import AutoTokenizer
+
+from dspark.demo.server import ServerProcess
+from tests.conftest import DRAFT
+from tests.e2e.conftest import DSPARK, cost_table, record, run_all, serve, set_state, steps_of
+from tests.e2e.jobs import mixed_traffic
+from tests.reference.decode import ReferenceDecoder
+
+
+@pytest.fixture(scope="module")
+def cap_server(
+    target: Path, plain_answers: dict[str, Any], tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[ServerProcess]:
+    """cap-accept, synchronous; plain decoding looks cheap for one request and hopeless for two or more."""
+    plain = {"plain_probes": [1, 2], "plain_seconds": [0.001, 10.0]}
+    flags = ["--disable-overlap-schedule", "--max-running-requests", "8"]
+    flags += cost_table(tmp_path_factory.mktemp("cap"), **plain)
+    env = {"SGLANG_RAGGED_VERIFY_MODE": "cap-accept", "SGLANG_DSPARK_DEBUG_DUMP": "reqs"}
+    with serve(target, *DSPARK, *flags, **env) as server:
+        yield server
+
+
+def test_cap_accept_is_lossless_and_shows_the_ceiling(cap_server: ServerProcess, plain_answers: dict[str, Any]) -> None:
+    jobs = [job for job in mixed_traffic() if job.greedy]
+    answers = run_all(cap_server, jobs, at_once=8)
+    assert answers == {job.name: plain_answers[job.name] for job in jobs}
+    drafted = [step for step in record(cap_server)["steps"] if step["draft"] and len(step["requests"]) > 1]
+    assert all(step["forwarded_rows"] == 8 * len(step["requests"]) for step in drafted)
+    rows = [one for step in drafted for one in step["requests"]]
+    assert all(len(one["committed"]) == min(one["ceiling"], one["verify_len"]) for one in rows)
+    assert sum(one["ceiling"] for one in rows) > sum(len(one["committed"]) for one in rows), "nothing was cut"
+    assert record(cap_server)["schedule"]["relay"]["fresh"] > 0
+
+
+def test_drafting_resumes_as_if_it_had_never_stopped(cap_server: ServerProcess, target: Path) -> None:
+    """Alone, a request is decoded plainly; a pin makes the server draft again. From then on every block equals that of
+    a loop which drafted all the time: the context of the draft has no hole."""
+    ids = AutoTokenizer.from_pretrained(target)("The three primary colours are red,")["input_ids"]
+    rid = f"resume-{time.time()}"
+    with ThreadPoolExecutor(1) as pool:
+        params = {"temperature": 0, "max_new_tokens": 96, "ignore_eos": True}
+        running = pool.submit(cap_server.generate, ids, rid=rid, sampling_params=params)
+        while sum(not step["draft"] for step in steps_of(cap_server, rid)) < 12:
+            time.sleep(0.02)
+        assert set_state(cap_server, dspark_force_budget_frac=1.0)
+        answer = running.result()
+    assert set_state(cap_server, dspark_force_budget_frac=-1)
+    steps = steps_of(cap_server, rid)
+    expected = ReferenceDecoder(target, DRAFT).generate(ids, 96, verify_lens=[step["verify_len"] for step in steps])
+    assert answer["output_ids"] == expected.tokens
+    off = [step for step in steps if not step["draft"]]
+    resumed = [(got, want) for got, want in zip(steps, expected.steps, strict=True) if got["draft"]][-10:]
+    assert len(off) >= 12
+    assert all(step["forwarded_rows"] == 1 and step["drafts"] is None for step in off)
+    for got, want in resumed:
+        assert (got["position"], got["drafts"], got["committed"]) == (want.position, want.drafts, want.committed)
+        assert got["verify_len"] == got["forwarded_rows"] == 8
