@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import os
 from pathlib import Path
 
@@ -15,6 +16,16 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 ROOT = Path(__file__).resolve().parent.parent
 DRAFT = ROOT / "examples" / "smollm2-135m-dspark"
 ASSETS = ROOT / "examples" / "smollm2-135m-instruct"
+
+if not torch.cuda.is_available():
+    # Kernels run in Triton's interpreter. That is decided where a kernel is defined, Triton's own included, so before
+    # anything imports Triton; servers that tests start must not inherit it.
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("TRITON_INTERPRET", "1")
+        importlib.import_module("triton.experimental.gluon")  # later, without the variable, its import fails
+        for path in sorted((ROOT / "dspark" / "kernels").glob("triton_*.py")):
+            importlib.import_module(f"dspark.kernels.{path.stem}")
+        importlib.import_module("tests.kernels.triton_probes")
 
 
 @pytest.fixture(scope="session")

@@ -9,13 +9,15 @@ import pytest
 import torch
 from torch import nn
 
-from dspark.drafter.heads import HEADS, ConfidenceHead, VanillaMarkovHead
+from dspark.drafter.heads import HEADS, ConfidenceHead, ConfidenceScale, VanillaMarkovHead
 from dspark.drafter.proposer import propose_block
+from dspark.scheduler.sts import Calibration, confidence_of
 from dspark.types import BlockProposal, SamplingRows
 from tests.compare import FLOAT_32, Tolerance, assert_close, assert_distribution, assert_equal
 
 VOCAB, RANK, HIDDEN = 11, 6, 5
 BATCHED = Tolerance(1e-5, 1e-6, "a matrix product may sum in another order when the batch has another size")
+THROUGH_LOGIT = Tolerance(1e-4, 1e-6, "a float32 probability near 1 has lost digits of its logit")
 KINDS = sorted(HEADS)
 
 
@@ -153,6 +155,42 @@ def test_confidence_equals_equation_7(kind: str, with_markov: bool, bias: bool) 
         features = np.concatenate([features, w1[previous]], axis=-1)
     assert proposal.confidence.dtype == torch.float32
     assert_close(proposal.confidence, _sigmoid(features @ w["proj.weight"][0] + offset), FLOAT_32, "confidence")
+
+
+def _scale(classes: int, gamma: int) -> ConfidenceScale:
+    generator = torch.Generator().manual_seed(9)
+    return ConfidenceScale(
+        0.3 + 2 * torch.rand(classes, gamma, generator=generator), torch.randn(classes, gamma, generator=generator)
+    )
+
+
+def test_calibrated_confidence_is_that_of_the_fit() -> None:
+    """Each request by the temperatures and offsets of its class; row 0 where no class is given."""
+    scale, logits = _scale(3, 5), 4 * torch.randn(6, 5, generator=torch.Generator().manual_seed(10))
+    row = torch.tensor([2, 0, 1, 1, 2, 0])
+    found, plain = scale(logits, row), scale(logits, None)
+    assert found.dtype == torch.float32
+    for r in range(6):
+        for result, at in ((found, int(row[r])), (plain, 0)):
+            fit = Calibration(scale.temperatures[at].double().numpy(), scale.offsets[at].double().numpy())
+            assert_close(result[r], confidence_of(logits[r, None].numpy(), fit)[0], FLOAT_32, f"request {r}, row {at}")
+    assert scale(logits[:0], row[:0]).shape == (0, 5)
+
+
+@pytest.mark.parametrize("row", [None, torch.tensor([1, 0, 2, 1])])
+def test_a_block_carries_calibrated_confidence(row: torch.Tensor | None) -> None:
+    """Calibration changes the confidences and nothing else."""
+    head, inputs, scale = _head("vanilla"), _inputs(4, 5), _scale(3, 5)
+    torch.manual_seed(3)
+    confidence_head = ConfidenceHead(HIDDEN, RANK, True, True).requires_grad_(False)
+    sampling = replace(_sampling(4, 1.0), calibration=row)
+    raw = propose_block(head, confidence_head, *inputs, sampling)
+    found = propose_block(head, confidence_head, *inputs, sampling, scale)
+    assert_equal(found.tokens, raw.tokens, "tokens")
+    assert_equal(found.probs, raw.probs, "probabilities")
+    required = scale(torch.logit(raw.confidence.double()), row)
+    assert_close(found.confidence, required, THROUGH_LOGIT, "confidence")
+    assert propose_block(head, None, *inputs, sampling, scale).confidence is None
 
 
 def test_confidence_is_float32_on_a_bfloat16_drafter() -> None:

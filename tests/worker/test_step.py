@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 
-from dspark.drafter.heads import VanillaMarkovHead
-from dspark.types import DecodeBatch, SamplingRows, TargetRows, VerifyPlan
+from dspark.drafter.heads import ConfidenceHead, VanillaMarkovHead
+from dspark.kernels.allocate import survival_of
+from dspark.types import DecodeBatch, SamplingRows, StepBudget, StepOutcome, TargetRows, VerifyPlan
 from dspark.worker.step import DecodeStep, first_tokens
 from tests.compare import assert_equal
 
@@ -22,8 +24,11 @@ class ToyTarget:
 
     def verify(self, batch: DecodeBatch, plan: VerifyPlan) -> TargetRows:
         self.calls.append("verify")
-        tokens = plan.tokens.reshape(-1)
-        return TargetRows(logits=self.table[tokens], features=tokens[:, None].to(torch.float32))
+        tokens = plan.rows_of(plan.tokens)
+        logits = self.table[tokens]
+        if plan.packed is not None:  # nothing may come from padding
+            logits = logits.masked_fill(~plan.packed.valid[:, None], torch.nan)
+        return TargetRows(logits=logits, features=tokens[:, None].to(torch.float32))
 
     def follow(self, token: int, count: int) -> list[int]:
         out = []
@@ -36,25 +41,37 @@ class ToyTarget:
 class ToyDraft:
     """The Markov head holds the target's own table, right for all tokens but ``wrong``."""
 
-    confidence_head = None
+    confidence_head: ConfidenceHead | None = None
+    calibration = None
 
     def __init__(self, target: ToyTarget, wrong: tuple[int, ...] = ()) -> None:
         self.target = target
-        self.markov_head = VanillaMarkovHead(VOCAB, VOCAB, HIDDEN)
+        self.markov_head = VanillaMarkovHead(VOCAB, VOCAB, HIDDEN).requires_grad_(False)
         table = target.table.clone()
         for token in wrong:
             table[token] = -table[token]
-        with torch.no_grad():
-            self.markov_head.markov_w1.weight.copy_(torch.eye(VOCAB))
-            self.markov_head.markov_w2.weight.copy_(table.T)
+        self.markov_head.markov_w1.weight.copy_(torch.eye(VOCAB))
+        self.markov_head.markov_w2.weight.copy_(table.T)
+        self.hidden = torch.zeros(GAMMA, HIDDEN)
+        self.wishes: dict[tuple[int, int], int] = {}  # (request, row): the token that this row drafts
         self.injected: tuple[torch.Tensor, ...] = ()
+
+    def grow_confidence(self) -> None:
+        """A confidence that depends on the row and on the token before it."""
+        generator = torch.Generator().manual_seed(2)
+        self.hidden = torch.randn(GAMMA, HIDDEN, generator=generator)
+        self.confidence_head = ConfidenceHead(HIDDEN, VOCAB, True, bias=False).requires_grad_(False)
+        self.confidence_head.proj.weight.copy_(1.5 * torch.randn(1, HIDDEN + VOCAB, generator=generator))
 
     def block_hidden(self, batch: DecodeBatch) -> torch.Tensor:
         self.target.calls.append("draft")
-        return torch.zeros(batch.size, GAMMA, HIDDEN)
+        return self.hidden.expand(batch.size, GAMMA, HIDDEN)
 
     def base_logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        return torch.zeros(*hidden.shape[:2], VOCAB)
+        logits = torch.zeros(*hidden.shape[:2], VOCAB)
+        for place, token in self.wishes.items():
+            logits[place][token] = 1e4
+        return logits
 
     def inject(self, features: torch.Tensor, positions: torch.Tensor, slots: torch.Tensor) -> None:
         self.target.calls.append("inject")
@@ -89,14 +106,23 @@ def batch_of(anchors: list[int], greedy: list[bool] | None = None) -> DecodeBatc
     )
 
 
-def run(target: ToyTarget, draft: ToyDraft, batch: DecodeBatch):
+def static(batch: DecodeBatch) -> StepBudget:
+    return StepBudget(True, batch.size * GAMMA, batch.size * WINDOW, packed=False)
+
+
+def compact(batch: DecodeBatch, drafts: int, padding: int = 0) -> StepBudget:
+    return StepBudget(True, drafts, batch.size + drafts + padding, packed=True)
+
+
+def run(target: ToyTarget, draft: ToyDraft, batch: DecodeBatch, budget: StepBudget | None = None) -> StepOutcome:
+    """One step, by default with full windows."""
     published = []
 
     def publish(lengths: torch.Tensor) -> None:
         target.calls.append("publish")
         published.append(lengths)
 
-    outcome = DecodeStep(draft, target).run(batch, publish)
+    outcome = DecodeStep(draft, target).run(batch, budget or static(batch), publish)
     assert_equal(published[0], outcome.lengths, "published lengths")
     return outcome
 
@@ -148,6 +174,113 @@ def test_a_mixed_batch_treats_each_row_by_its_own_rule() -> None:
     assert mixed.accept.tokens[0, :count].tolist() == alone.accept.tokens[0, :count].tolist()
     assert mixed.proposal.probs is not None
     assert alone.proposal.probs is None
+
+
+@pytest.mark.parametrize("padding", [0, 1, 3])
+@pytest.mark.parametrize("greedy", [[True] * 3, [False] * 3, [True, False, True]])
+def test_a_step_without_a_draft_is_plain_decoding(greedy: list[bool], padding: int) -> None:
+    """One row per request, one feature each, one token: the target's own choice, from its usual noise."""
+    target, batch = ToyTarget(), batch_of([3, 9, 5], greedy)
+    draft = ToyDraft(target, wrong=tuple(range(VOCAB)))
+    outcome = run(target, draft, batch, StepBudget(False, 0, 3 + padding, packed=True))
+    assert target.calls == ["verify", "publish", "inject"]
+    chosen = first_tokens(target.table[batch.anchors], batch.sampling, batch.lengths)
+    best = target.table[batch.anchors].argmax(-1)
+    mask = batch.sampling.greedy
+    assert_equal(chosen[mask], best[mask], "greedy choice")
+    assert_equal(outcome.accept.tokens[:, 0], chosen, "tokens")
+    assert_equal(outcome.accept.next_anchor, chosen, "next anchors")
+    assert outcome.accept.committed.tolist() == [1, 1, 1]
+    assert outcome.accept.accepted.tolist() == [0, 0, 0]
+    assert_equal(outcome.lengths, batch.lengths + 1, "lengths")
+    assert outcome.proposal is outcome.survival is outcome.ceiling is None
+    features, positions, slots = draft.injected
+    assert len(features) == 3 + padding, "rows forwarded"
+    assert_equal(features[:3, 0].to(torch.int64), batch.anchors, "features")
+    assert positions.tolist() == [*batch.lengths.tolist(), *[0] * padding]
+    assert slots.tolist() == [*batch.slots[:, 0].tolist(), *[0] * padding]
+
+
+@pytest.mark.parametrize("padding", [0, 1, 4])
+def test_a_packed_step_injects_only_what_was_forwarded(padding: int) -> None:
+    target, batch = ToyTarget(), batch_of([2, 8, 5])
+    draft = ToyDraft(target)
+    draft.grow_confidence()
+    outcome = run(target, draft, batch, compact(batch, 5, padding))
+    lens = outcome.plan.verify_lens.tolist()
+    assert sum(lens) == 3 + 5
+    assert len(set(lens)) > 1, "the windows of this case never differ: it tests nothing"
+    features, positions, slots = draft.injected
+    places = [(r, k) for r, length in enumerate(lens) for k in range(length)]
+    assert len(features) == len(places) + padding
+    for row, place in enumerate(places):
+        assert int(features[row, 0]) == int(outcome.plan.tokens[place])
+        assert int(positions[row]) == int(batch.positions[place])
+        assert int(slots[row]) == int(batch.slots[place])
+    assert positions[len(places) :].tolist() == slots[len(places) :].tolist() == [0] * padding
+
+
+def test_a_cut_window_commits_its_head_and_shows_the_ceiling() -> None:
+    target, batch = ToyTarget(), batch_of([3, 9])
+    cap = run(target, ToyDraft(target), batch, StepBudget(True, 3, 2 * WINDOW, packed=False))
+    assert cap.plan.verify_lens.tolist() == cap.accept.committed.tolist() == [3, 2]
+    assert cap.ceiling is not None
+    assert cap.ceiling.tolist() == [WINDOW, WINDOW]
+    assert cap.accept.tokens[0, :3].tolist() == target.follow(3, 3)
+    assert cap.accept.next_anchor.tolist() == [target.follow(3, 3)[-1], target.follow(9, 2)[-1]]
+    assert run(target, ToyDraft(target), batch, compact(batch, 3)).ceiling is None
+
+
+def test_without_a_confidence_head_early_drafts_go_first() -> None:
+    target, batch = ToyTarget(), batch_of([3, 9, 1])
+    for drafts, lens in ((0, [1, 1, 1]), (2, [2, 2, 1]), (4, [3, 2, 2]), (12, [5, 5, 5])):
+        outcome = run(target, ToyDraft(target), batch, compact(batch, drafts))
+        assert outcome.plan.verify_lens.tolist() == lens
+        assert outcome.survival is None
+
+
+def test_windows_follow_survival() -> None:
+    target, batch = ToyTarget(), batch_of([3, 9, 1, 7])
+    draft = ToyDraft(target)
+    draft.grow_confidence()
+    outcome = run(target, draft, batch, compact(batch, 6))
+    assert outcome.proposal is not None
+    assert outcome.survival is not None
+    assert outcome.proposal.confidence is not None
+    assert_equal(outcome.survival, survival_of(outcome.proposal.confidence), "survival")
+    lens = outcome.plan.verify_lens
+    picked = torch.arange(GAMMA) < lens[:, None] - 1
+    assert int(picked.sum()) == 6
+    assert float(outcome.survival[picked].min()) >= float(outcome.survival[~picked].max())
+
+
+@pytest.mark.parametrize("greedy", [[True] * 4, [False] * 4])
+def test_a_draft_never_changes_whether_it_or_an_earlier_one_is_verified(greedy: list[bool]) -> None:
+    """The drafter is made to draft another token in row k; later rows may gain or lose, rows up to k may not."""
+    generator, moved = torch.Generator().manual_seed(3), 0
+
+    def draw(below: int) -> int:
+        return int(torch.randint(below, (), generator=generator))
+
+    for _ in range(100):
+        batch = batch_of([draw(VOCAB) for _ in greedy], greedy)
+        budget = compact(batch, draw(4 * GAMMA + 1))
+        request, row = draw(4), draw(GAMMA)
+        lens, drafted = [], []
+        for token in (draw(VOCAB), draw(VOCAB)):
+            target = ToyTarget()
+            draft = ToyDraft(target, wrong=(4, 5, 6))
+            draft.grow_confidence()
+            draft.wishes[request, row] = token
+            outcome = run(target, draft, batch, budget)
+            assert int(outcome.plan.tokens[request, row + 1]) == token
+            lens.append(int(outcome.plan.verify_lens[request]))
+            drafted.append(outcome.plan.tokens[request, : row + 1])
+        assert_equal(drafted[0], drafted[1], "earlier drafts")
+        earlier = row + 2  # the anchor, the drafts before ``row`` and that one itself
+        assert min(lens[0], earlier) == min(lens[1], earlier)
+        moved += lens[0] != lens[1]
+    assert moved > 10, "no later row ever moved: the confidence ignores the drafts"
 
 
 def test_first_tokens_are_greedy_or_drawn_by_seed() -> None:

@@ -1,0 +1,142 @@
+"""Mode, pin, relay and planner put together."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+import torch
+
+from dspark.cuda_graph.ladder import tier_ladder
+from dspark.scheduler.cost import CostModel
+from dspark.scheduler.planner import PlanState, Policy, TierCosts, plan
+from dspark.types import StepBudget
+from dspark.worker.budget import BudgetScheduler
+from dspark.worker.relay import ConfidenceRelay, HostBuffers
+
+GAMMA, REQUESTS = 4, 6
+FULL = REQUESTS * (GAMMA + 1)
+SLOTS, BORN = np.arange(REQUESTS), np.ones(REQUESTS, dtype=np.int64)
+
+
+def steep(plain_seconds: float | None = None) -> CostModel:
+    rows = np.array([1.0, 512.0])
+    plain = None if plain_seconds is None else np.array([plain_seconds])
+    return CostModel(
+        bias_seconds=0.004,
+        bs_probes=np.ones(1),
+        alpha_seconds=np.zeros(1),
+        m_probes=rows,
+        theta_seconds=0.001 * rows,
+        plain_probes=None if plain is None else np.ones(1),
+        plain_seconds=plain,
+    )
+
+
+def scheduler(mode: str, cost: CostModel | None = None, graph_tiers: list[int] | None = None) -> BudgetScheduler:
+    ladder = tier_ladder(64, GAMMA + 1) if graph_tiers is None else np.array(graph_tiers)
+    return BudgetScheduler(
+        gamma=GAMMA,
+        mode=mode,
+        relay=ConfidenceRelay(HostBuffers(64, GAMMA, "cpu"), GAMMA),
+        costs=None if cost is None else TierCosts(cost, ladder, GAMMA),
+        graph_tiers=None if graph_tiers is None else ladder,
+    )
+
+
+def run(budgets: BudgetScheduler, survivals: list[torch.Tensor]) -> list[StepBudget]:
+    """One step per survival [R, G]; a step without a draft publishes none."""
+    out = []
+    for survival in survivals:
+        out.append(budgets.decide(SLOTS, BORN, 0.0))
+        budgets.publish(survival if out[-1].draft else None)
+    return out
+
+
+def constant(value: float, steps: int) -> list[torch.Tensor]:
+    return [value ** torch.arange(1, GAMMA + 1).expand(REQUESTS, GAMMA).float()] * steps
+
+
+def test_static_verifies_full_windows() -> None:
+    for budget in run(scheduler("static"), constant(0.1, 3)):
+        assert budget == StepBudget(draft=True, drafts=REQUESTS * GAMMA, tier=FULL, packed=False)
+
+
+def test_compact_without_a_table_verifies_full_windows() -> None:
+    assert run(scheduler("compact"), constant(0.1, 1))[0] == StepBudget(True, REQUESTS * GAMMA, FULL, packed=False)
+
+
+def test_compact_packs_what_the_planner_says_of_two_steps_ago() -> None:
+    costs = TierCosts(steep(), tier_ladder(64, GAMMA + 1), GAMMA)
+    generator = torch.Generator().manual_seed(1)
+    survivals = [
+        torch.rand(REQUESTS, GAMMA, generator=generator).pow(0.3 + 2 * (step % 3)).cumprod(1) for step in range(30)
+    ]
+    budgets = run(scheduler("compact", steep()), survivals)
+    seen = set()
+    for step, budget in enumerate(budgets):
+        if step < 2:
+            continue
+        want = plan(survivals[step - 2].numpy(), costs, Policy(), PlanState(trimmed=budgets[step - 1].packed))
+        assert budget.drafts == want.budget
+        assert budget.packed == (want.budget < REQUESTS * GAMMA)
+        assert budget.tier == (REQUESTS + want.budget if budget.packed else FULL)
+        seen.add(budget.drafts)
+    assert len(seen) > 2, "the budgets never change: nothing was tested"
+
+
+def test_cap_accept_plans_like_compact_and_forwards_everything() -> None:
+    survivals = constant(0.4, 8)
+    compact, cap = (run(scheduler(mode, steep()), survivals) for mode in ("compact", "cap-accept"))
+    assert [one.drafts for one in compact] == [one.drafts for one in cap]
+    assert all(not one.packed and one.tier == FULL for one in cap)
+    assert cap[-1].drafts < REQUESTS * GAMMA
+
+
+def test_captured_tiers_pad_packed_rows() -> None:
+    tiers = [8, 16, 32, 64]
+    for budget in run(scheduler("compact", steep(), tiers), constant(0.4, 6) + constant(0.99, 6)):
+        assert budget.packed
+        assert budget.tier in tiers
+        assert budget.tier >= REQUESTS + budget.drafts
+
+
+@pytest.mark.parametrize("mode", ["static", "compact", "cap-accept"])
+@pytest.mark.parametrize("fraction", [0.01, 0.3, 0.5, 0.99, 1.0])
+def test_a_pin_is_exact_in_every_mode(mode: str, fraction: float) -> None:
+    budgets = scheduler(mode, steep())
+    budgets.pin(fraction)
+    drafts = math.floor(fraction * REQUESTS * GAMMA)
+    for budget in run(budgets, constant(0.3, 4)):
+        assert budget == StepBudget(draft=True, drafts=drafts, tier=REQUESTS + drafts, packed=True)
+    assert budgets.statistics()["reasons"] == {"forced budget": 4}
+    budgets.pin(None)
+    run(budgets, constant(0.3, 4))
+    assert budgets.statistics()["reasons"]["forced budget"] == 4, "the pin goes on"
+
+
+def test_the_draft_goes_off_and_comes_back() -> None:
+    """Plain decoding at 8 ms: hopeless drafts are worth less, certain ones more; probes find out."""
+    budgets = scheduler("compact", steep(plain_seconds=0.008))
+    steps = run(budgets, constant(0.05, 12))
+    assert steps[-1] == StepBudget(draft=False, drafts=0, tier=REQUESTS, packed=True)
+    steps += run(budgets, constant(0.99, 3000))
+    assert steps[-1].draft
+    assert budgets.statistics()["draft_off_steps"] == sum(not one.draft for one in steps)
+
+
+def test_statistics_are_sums() -> None:
+    budgets = scheduler("compact", steep(), [8, 16, 32, 64])
+    steps = run(budgets, constant(0.4, 20))
+    found = budgets.statistics()
+    assert found["steps"] == 20
+    assert found["requests"] == 20 * REQUESTS
+    assert found["scheduled_rows"] == sum(REQUESTS + one.drafts for one in steps)
+    assert found["forwarded_rows"] == sum(one.tier for one in steps)
+    assert found["by_batch"] == {
+        str(REQUESTS): {key: found[key] for key in ("steps", "scheduled_rows", "forwarded_rows", "draft_off_steps")}
+    }
+    assert sum(found["reasons"].values()) == sum(found["relay"].values()) == 20
+    budgets.clear()
+    assert budgets.statistics()["steps"] == 0
