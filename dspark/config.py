@@ -6,6 +6,7 @@
 | ``SGLANG_RAGGED_VERIFY_MODE`` | ``static``, ``compact``, ``cap-accept`` | verify mode, the host's variable |
 | ``SGLANG_DSPARK_MIN_PREDICTED_GAIN`` | number >= 0, default 0.01 | tokens per second that a trimmed step must win |
 | ``SGLANG_DSPARK_SLO_STEP_MS`` | number > 0 | longest step that the scheduler may choose |
+| ``SGLANG_DSPARK_STATIC_STEP`` | ``1`` | on a CPU, run the padded step that a GPU captures, without a capture: tests |
 | ``SGLANG_DSPARK_DEBUG_DUMP`` | empty, ``reqs``, ``all`` | step records for ``/server_info``, the host's variable |
 
 Without a verify mode the draft decides: ``compact`` if it has a confidence head, else ``static``.
@@ -26,6 +27,7 @@ MODE_VARIABLE = "SGLANG_RAGGED_VERIFY_MODE"
 GAIN_VARIABLE = "SGLANG_DSPARK_MIN_PREDICTED_GAIN"
 SLO_VARIABLE = "SGLANG_DSPARK_SLO_STEP_MS"
 DUMP_VARIABLE = "SGLANG_DSPARK_DEBUG_DUMP"
+STATIC_STEP_VARIABLE = "SGLANG_DSPARK_STATIC_STEP"
 SIMULATE_VARIABLE = "SGLANG_SIMULATE_ACC_LEN"
 _NUMBERS = {"min_predicted_gain": GAIN_VARIABLE, "slo_step_ms": SLO_VARIABLE}
 _RECORDED = {"reqs", "all"}
@@ -44,6 +46,7 @@ class Settings(BaseModel):
     implementation: Literal["plugin", "builtin"] = "plugin"
     verify_mode: VerifyMode | None = None  # None: left to the draft, see ``resolved_mode``
     record_steps: bool = False
+    static_step: bool = False
     min_predicted_gain: float = Field(default=0.01, ge=0, allow_inf_nan=False)
     slo_step_ms: float | None = Field(default=None, gt=0, allow_inf_nan=False)
 
@@ -70,6 +73,7 @@ class Settings(BaseModel):
         fields: dict[str, Any] = {
             "verify_mode": env.get(MODE_VARIABLE) or None,
             "record_steps": _records(env.get(DUMP_VARIABLE, "")),
+            "static_step": env.get(STATIC_STEP_VARIABLE) == "1",
         }
         fields |= {name: env[variable] for name, variable in _NUMBERS.items() if env.get(variable)}
         try:
@@ -105,7 +109,7 @@ class Settings(BaseModel):
 def unused_variables(environment: Mapping[str, str] | None = None) -> list[str]:
     """Variables of the host's own DSPARK that are set and that this version does not use."""
     env = os.environ if environment is None else environment
-    known = {IMPL_VARIABLE, MODE_VARIABLE, DUMP_VARIABLE, *_NUMBERS.values()}
+    known = {IMPL_VARIABLE, MODE_VARIABLE, DUMP_VARIABLE, STATIC_STEP_VARIABLE, *_NUMBERS.values()}
     return sorted(name for name in env if name.startswith("SGLANG_DSPARK_") and name not in known)
 
 

@@ -41,6 +41,7 @@ class DecodeBatch:
     positions: torch.Tensor  # [R, W] int64, lengths + 0..W-1
     slots: torch.Tensor  # [R, W] int64, KV slots of the window
     sampling: SamplingRows
+    live: torch.Tensor | None = None  # [R] bool, False for the padding of a captured batch; None: all are requests
 
     @property
     def size(self) -> int:
@@ -61,7 +62,7 @@ class StepBudget:
     """What the host has decided before a step runs; no number in it comes from the device."""
 
     draft: bool  # False: plain decoding, one row per request
-    drafts: int  # K, draft rows scheduled over the whole batch
+    drafts: int | torch.Tensor  # K, draft rows scheduled over the whole batch; a tensor of one int in captured steps
     tier: int  # T, rows of the target's forward, >= R + K if packed, R * W if not
     packed: bool  # the scheduled rows front to front; False: the full window of every request, cut at commit
 
@@ -70,6 +71,7 @@ class StepBudget:
 class PackedRows:
     """Where T packed rows sit in the windows [R, W] of a batch. Padding follows the real rows."""
 
+    lens: torch.Tensor  # [R] int32, rows of each request, 0..W
     request: torch.Tensor  # [T] int64, request of each row; the last one's for padding
     column: torch.Tensor  # [T] int64, 0..W-1, place in the request's window
     valid: torch.Tensor  # [T] bool, False for padding
@@ -82,11 +84,12 @@ class PackedRows:
 
 @dataclass(frozen=True)
 class VerifyPlan:
-    """Rows verified per request."""
+    """Rows scheduled and rows forwarded per request."""
 
-    verify_lens: torch.Tensor  # [R] int32, 1..W, anchor included
+    verify_lens: torch.Tensor  # [R] int32, 1..W, anchor included; 0 for padding
     tokens: torch.Tensor  # [R, W] int64, anchor and drafts
-    packed: PackedRows | None = None  # None: all R * W rows are forwarded, request after request
+    packed: PackedRows | None = None  # layout of the forwarded rows; None: all R * W rows, request after request
+    full: bool = True  # full windows are forwarded, and the commit is cut at ``verify_lens``
 
     def rows_of(self, windows: torch.Tensor) -> torch.Tensor:
         """[N] values of [R, W] ``windows`` in the order of the forwarded rows."""

@@ -103,9 +103,8 @@ def test_files_and_functions_stay_small(path: Path) -> None:
 def test_the_step_has_its_five_actions_in_order() -> None:
     tree = ast.parse((PACKAGE / "worker" / "step.py").read_text())
     run = next(node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef) and node.name == "run")
-    called = [
-        node.func.attr for node in ast.walk(run) if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute)
-    ]
+    calls = [node for node in ast.walk(run) if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute)]
+    called = [node.func.attr for node in sorted(calls, key=lambda node: node.lineno)]
     actions = [name for name in called if name in ("draft", "plan", "verify", "accept", "commit")]
     assert actions == ["draft", "plan", "verify", "accept", "commit"]
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import bisect
+
 import numpy as np
 
 _LOW = (1, 2, 3, 4, 6, 8, 10, 12, 14, 16, 20, 24, 28, 32, 40, 48, 56, 64)
@@ -24,3 +26,18 @@ def tier_ladder(max_requests: int, window: int) -> np.ndarray:
         if tier < largest:
             tiers.append(tier)
     return np.array([*tiers, largest], dtype=np.int64)
+
+
+def slot_ladder(max_requests: int) -> list[int]:
+    """Batch sizes that are captured: all small ones, then within a quarter of each other, up to ``max_requests``."""
+    sizes = [size for size in (1, 2, 3, 4, 6, 8, 12, 16, 20, 24, 32) if size < max_requests]
+    size = 40
+    while size < max_requests:
+        sizes.append(size)
+        size = size * 5 // 4 // 8 * 8
+    return [*sizes, max_requests]
+
+
+def smallest_at_least(ladder: list[int], needed: int) -> int:
+    """The smallest entry of an increasing ladder that holds ``needed``; the caller knows that there is one."""
+    return ladder[bisect.bisect_left(ladder, needed)]

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 from sglang.srt.managers.schedule_batch import ScheduleBatch
 from sglang.srt.sampling.sampling_params import TOP_K_ALL
 
 from dspark.types import DecodeBatch, SamplingRows
+from dspark.worker.static_step import Sampling
 
 _SEED_MASK = (1 << 63) - 1
 
@@ -45,6 +47,9 @@ class RequestTable:
         self._classes = torch.zeros(slots, dtype=torch.int64, device=device)
         self._seeds = torch.zeros(slots, dtype=torch.int64, device=device)
         self._filtered = torch.zeros(slots, dtype=torch.bool)  # on the host
+        # Captured steps read sampling parameters by request row: temperature, top-p, min-p and top-k, greedy.
+        self._numbers = torch.ones((3, slots), dtype=torch.float32, device=device)
+        self._top_k = torch.ones(slots, dtype=torch.int64, device=device)
 
     def write(self, batch: ScheduleBatch) -> None:
         """Store the requests of a prefill batch; a request's own ``sampling_seed`` wins, cut to 63 bits."""
@@ -59,13 +64,42 @@ class RequestTable:
         if self._class_of is not None:
             classes = [self._class_of(0.0 if one.top_k == 1 else one.temperature) for one in params]
             self._classes[batch.req_pool_indices] = self._staged(classes)
+        self._top_k[batch.req_pool_indices] = self._staged([one.top_k for one in params])
+        numbers = [[getattr(one, name) for one in params] for name in ("temperature", "top_p", "min_p")]
+        self._numbers[:, batch.req_pool_indices] = self._staged(numbers, torch.float32)
         # Greedy requests carry top_k = 1; they take the other rule and must not make the batch sort its vocabulary.
         self._filtered[batch.req_pool_indices_cpu] = torch.tensor(
             [one.top_k > 1 and (one.top_k < TOP_K_ALL or one.top_p < 1 or one.min_p > 0) for one in params]
         )
 
-    def _staged(self, values: list[int]) -> torch.Tensor:
-        staged = torch.tensor(values, dtype=torch.int64, pin_memory=self._seeds.is_cuda)
+    def static_sampling(self, rows: torch.Tensor, sampling: Sampling) -> SamplingRows:
+        """Sampling parameters of [S] request rows, for a captured step: nothing is read on the host.
+
+        Greedy and sampled requests share the ``sampled`` and ``filtered`` kinds.
+        """
+        temperature, top_p, min_p = self._numbers[:, rows]
+        top_k = self._top_k[rows]
+        return SamplingRows(
+            temperature=temperature,
+            top_k=top_k,
+            top_p=top_p,
+            min_p=min_p,
+            greedy=top_k <= 1,
+            seeds=self._seeds[rows],
+            all_greedy=sampling == "greedy",
+            any_greedy=True,
+            filters=sampling == "filtered",
+            calibration=None if self._class_of is None else self._classes[rows],
+        )
+
+    def kind(self, batch: ScheduleBatch) -> Sampling:
+        """What the batch needs of a captured step."""
+        if batch.sampling_info.is_all_greedy:
+            return "greedy"
+        return "filtered" if bool(self._filtered[batch.req_pool_indices_cpu].any()) else "sampled"
+
+    def _staged(self, values: Sequence[Any], dtype: torch.dtype = torch.int64) -> torch.Tensor:
+        staged = torch.tensor(values, dtype=dtype, pin_memory=self._seeds.is_cuda)
         return staged.to(self._seeds.device, non_blocking=True)
 
     def sampling(self, batch: ScheduleBatch) -> SamplingRows:

@@ -97,7 +97,8 @@ class CpuAttentionBackend(TorchNativeAttnBackend):
         requests, _longest = layout.slots.shape
         heads, dim = layer.tp_q_head_num, layer.qk_head_dim
         grid = q.new_zeros((requests * layout.width, heads, dim))
-        grid[layout.grid] = q.view(-1, heads, dim)
+        rows = layout.grid.shape[0]  # rows of a tier beyond these are padding
+        grid[layout.grid] = q.view(-1, heads, dim)[:rows]
         keys = self.token_to_kv_pool.get_key_buffer(layer.layer_id)[layout.slots].to(q.dtype)
         values = self.token_to_kv_pool.get_value_buffer(layer.layer_id)[layout.slots].to(q.dtype)
         mask = layout.block if layer.attn_type == AttentionType.ENCODER_ONLY else layout.causal
@@ -109,5 +110,6 @@ class CpuAttentionBackend(TorchNativeAttnBackend):
             scale=layer.scaling,
             enable_gqa=heads != layer.tp_k_head_num,
         )
-        packed = out.transpose(1, 2).reshape(requests * layout.width, heads * layer.v_head_dim)[layout.grid]
-        return packed.view(-1, heads * layer.v_head_dim)
+        packed = out.new_zeros((q.shape[0], heads * layer.v_head_dim))
+        packed[:rows] = out.transpose(1, 2).reshape(requests * layout.width, heads * layer.v_head_dim)[layout.grid]
+        return packed

@@ -129,6 +129,15 @@ def _set_state(original: Callable[..., Any], self: Any, recv_req: Any) -> Any:
     return SetInternalStateReqOutput(updated=False)
 
 
+def _capture_decode(original: Callable[..., Any], *, model_runner: Any) -> Any:
+    """The worker captures the whole step itself; the host's graphs of the target alone would only take memory."""
+    from sglang.srt.model_executor.model_runner_components.cuda_graph_setup import GraphCapture
+
+    if not _serves_dspark() or model_runner.is_draft_worker:
+        return original(model_runner=model_runner)
+    return GraphCapture(runner=None, memory_phase="target_verify", memory_usage_gb=0, capture_time=0)
+
+
 _SRT = "sglang.srt."
 HOOKS: dict[str, Callable[..., Any]] = {
     _SRT + "managers.scheduler.validate_dflash_request": _admit,
@@ -139,6 +148,7 @@ HOOKS: dict[str, Callable[..., Any]] = {
     _SRT + "mem_cache.memory_pool.MHATokenToKVPool._init_kv_copy_and_warmup": _prepare_kv_copy,
     _SRT + "managers.schedule_batch.Req.update_finish_state": _finish,
     _SRT + "managers.scheduler.Scheduler.set_internal_state": _set_state,
+    _SRT + "model_executor.model_runner_components.cuda_graph_setup.capture_decode_graph": _capture_decode,
 }
 """Name in the host -> hook around it."""
 

@@ -15,10 +15,10 @@ from sglang.srt.speculative.ragged_verify import RaggedVerifyLayout
 
 from dspark.drafter.heads import ConfidenceScale
 from dspark.host.draft_model import DSparkDraftNet
-from dspark.types import DecodeBatch, TargetRows, VerifyPlan
+from dspark.types import DecodeBatch, PackedRows, TargetRows, VerifyPlan
 
 
-def _block_info(
+def block_info(
     rows: int,
     tokens: torch.Tensor,
     positions: torch.Tensor,
@@ -43,16 +43,16 @@ def _block_info(
     return info
 
 
-def _ragged_layout(plan: VerifyPlan) -> RaggedVerifyLayout | None:
+def ragged_layout(packed: PackedRows | None) -> RaggedVerifyLayout | None:
     """The host's description of packed rows, made of device values only."""
-    if plan.packed is None:
+    if packed is None:
         return None
-    starts = plan.verify_lens.cumsum(0, dtype=torch.int32) - plan.verify_lens
+    starts = packed.lens.cumsum(0, dtype=torch.int32) - packed.lens
     return RaggedVerifyLayout(
-        verify_lens=plan.verify_lens,
-        graph_num_tokens=plan.packed.request.shape[0],
+        verify_lens=packed.lens,
+        graph_num_tokens=packed.request.shape[0],
         extend_start_loc=starts,
-        qo_indptr_device=torch.cat([starts, (starts[-1] + plan.verify_lens[-1])[None]]),
+        qo_indptr_device=torch.cat([starts, (starts[-1] + packed.lens[-1])[None]]),
     )
 
 
@@ -92,7 +92,7 @@ class HostDraftNet:
             seq_lens_cpu=lens_cpu,
             positions=positions,
             spec_algorithm=host.spec_algorithm,
-            spec_info=_block_info(gamma, tokens.view(-1), positions, CaptureHiddenMode.NULL),
+            spec_info=block_info(gamma, tokens.view(-1), positions, CaptureHiddenMode.NULL),
             capture_hidden_mode=CaptureHiddenMode.NULL,
         )
         output = self._runner.forward(forward_batch).logits_output
@@ -126,7 +126,7 @@ class HostTargetNet:
         assert host is not None
         window = plan.tokens.shape[1]
         tokens, positions = plan.rows_of(plan.tokens), plan.rows_of(batch.positions)
-        verify = _block_info(window, tokens, positions, CaptureHiddenMode.FULL, _ragged_layout(plan))
+        verify = block_info(window, tokens, positions, CaptureHiddenMode.FULL, ragged_layout(plan.packed))
         host.out_cache_loc = plan.rows_of(batch.slots)
         if host.seq_lens_cpu is None:
             # Backends that need host lengths may take an upper bound: rows past a request's length are never read.

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import logging
 import sys
+from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
 import torch
 from sglang.srt.distributed.parallel_state_wrapper import ParallelState
+from sglang.srt.layers.logits_processor import LogitsProcessorOutput
 from sglang.srt.managers.schedule_batch import ScheduleBatch
 from sglang.srt.managers.scheduler import GenerationBatchResult
 from sglang.srt.managers.tp_worker import TpModelWorker
@@ -25,6 +27,7 @@ from dspark.host import compat, takeover
 from dspark.host.arguments import draft_spec_of
 from dspark.host.batch import RequestTable, context_tokens, decode_batch
 from dspark.host.draft_model import ARCHITECTURES
+from dspark.host.graphs import StepGraphs, build_graphs
 from dspark.host.networks import HostDraftNet, HostTargetNet
 from dspark.host.schedule import CalibrationClasses, build_scheduler, load_files
 from dspark.types import StepOutcome
@@ -79,6 +82,8 @@ class DSparkWorker(BaseSpecWorker):
             self._draft_net.calibration = self._calibration.scale
         self._requests: RequestTable | None = None
         self._budgets: BudgetScheduler | None = None
+        self._graphs: StepGraphs | None = None
+        self._eager_steps: Counter[str] = Counter()  # by the reason why no graph was replayed
         if ps.tp_rank == 0:
             logger.info(
                 "dspark %s serves DSPARK on sglang %s: gamma=%d mode=%s draft=%s attention=%s/%s device=%s",
@@ -115,16 +120,26 @@ class DSparkWorker(BaseSpecWorker):
         self._requests = RequestTable(rows, self.device, self._target_worker.random_seed, class_of)
 
     def init_cuda_graphs(self) -> None:
-        """The draft runs eagerly; the target's graphs are the host's, and say which row counts can be replayed."""
+        """Capture the step's own graphs; the host captures none for decoding (a hook keeps it from it)."""
         self._draft_worker.init_cuda_graphs(capture_decode_cuda_graph=False)
-        runner = self.model_runner.decode_cuda_graph_runner
+        assert self._requests is not None
+        scale = None if self._calibration is None else self._calibration.scale
+        self._graphs = build_graphs(
+            self.server_args,
+            self.spec,
+            self.settings,
+            self.model_runner,
+            self.draft_model_runner,
+            self._requests,
+            scale,
+        )
         self._budgets = build_scheduler(
             self.server_args,
             self.spec,
             self.settings,
             self._cost_table,
             slots=self.model_runner.req_to_token_pool.req_to_token.shape[0],
-            graph_tiers=None if runner is None else runner.capture_num_tokens,
+            graph_tiers=None if self._graphs is None else self._graphs.tiers,
         )
         logger.info("dspark: step times from %s", self._budgets.cost_source or "no table: full windows")
 
@@ -189,31 +204,37 @@ class DSparkWorker(BaseSpecWorker):
             # Made on the scheduler's stream, read on this one: the allocator must not reuse it too early.
             batch.seq_lens.record_stream(torch.cuda.current_stream())
         pool = self.model_runner.req_to_token_pool
-        inputs = decode_batch(batch, self._window, pool.req_to_token, self._requests)
-        self._draft_net.bind(batch)
-        self._target_net.bind(batch)
         slots = batch.req_pool_indices_cpu.numpy().copy()  # remembered for two steps, while the batch changes
         budget = self._budgets.decide(
             slots, pool.req_generation.numpy()[slots], context_tokens(batch, self.spec.window)
         )
-        outcome = self._step.run(inputs, budget, publish)
+        kind = self._requests.kind(batch)
+        refusal = "no graphs" if self._graphs is None else self._graphs.refusal(batch, budget, kind)
+        if self._graphs is not None and refusal is None:
+            outcome = self._graphs.run(batch, budget, kind)
+            publish(outcome.lengths)
+        else:
+            self._eager_steps[str(refusal)] += 1
+            inputs = decode_batch(batch, self._window, pool.req_to_token, self._requests)
+            self._draft_net.bind(batch)
+            self._target_net.bind(batch)
+            outcome = self._step.run(inputs, budget, publish)
         self._budgets.publish(outcome.survival)
         if self._recorder is not None:
-            self._recorder.record(
-                int(batch.forward_iter), [req.rid for req in batch.reqs], inputs, budget, outcome, self._budgets.plan
-            )
-        return self._result(outcome)
+            rids = [req.rid for req in batch.reqs]
+            self._recorder.record(int(batch.forward_iter), rids, budget, outcome, self._budgets.plan)
+        return self._result(outcome, replayed=refusal is None)
 
-    def _result(self, outcome: StepOutcome) -> GenerationBatchResult:
+    def _result(self, outcome: StepOutcome, replayed: bool) -> GenerationBatchResult:
         accept = outcome.accept
         scheduled = self._budgets is not None and self._budgets.schedules
         return GenerationBatchResult(
-            logits_output=self._target_net.output,
+            logits_output=LogitsProcessorOutput(next_token_logits=None) if replayed else self._target_net.output,
             next_token_ids=accept.tokens.reshape(-1),
             accept_lens=accept.committed,
             next_draft_input=make_draft_input_v2(bonus_tokens=accept.next_anchor, new_seq_lens=outcome.lengths),
             new_seq_lens=outcome.lengths,
-            can_run_cuda_graph=self._target_net.used_graph,
+            can_run_cuda_graph=replayed,
             speculative_num_draft_tokens=self.spec.window,
             cap_lens=outcome.plan.verify_lens if scheduled else None,
             block_accept_lens=outcome.ceiling if self.mode == "cap-accept" else None,
@@ -272,6 +293,7 @@ class DSparkWorker(BaseSpecWorker):
 
     def clear_info_records(self) -> None:
         """Forget the step records and set the counters to zero."""
+        self._eager_steps.clear()
         if self._budgets is not None:
             self._budgets.clear()
         if self._recorder is not None:
@@ -287,6 +309,7 @@ class DSparkWorker(BaseSpecWorker):
             "mode": self.mode,
             "builtin_modules_loaded": loaded,
             "schedule": None if self._budgets is None else self._budgets.statistics(),
+            "eager_steps": dict(self._eager_steps),
         }
         if self._recorder is not None:
             record |= self._recorder.dump()

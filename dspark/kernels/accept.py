@@ -47,7 +47,7 @@ def _commit(
         accepted=accepted.to(torch.int32),
         committed=committed.to(torch.int32),
         tokens=tokens,
-        next_anchor=tokens.gather(1, committed[:, None] - 1).squeeze(1),
+        next_anchor=tokens.gather(1, (committed[:, None] - 1).clamp(min=0)).squeeze(1),  # padding commits nothing
     )
 
 
@@ -149,7 +149,7 @@ def cut(full: AcceptResult, verify_lens: torch.Tensor) -> AcceptResult:
         accepted=torch.minimum(full.accepted, verify_lens),
         committed=committed,
         tokens=full.tokens,
-        next_anchor=full.tokens.gather(1, committed[:, None].to(torch.int64) - 1).squeeze(1),
+        next_anchor=full.tokens.gather(1, (committed[:, None].to(torch.int64) - 1).clamp(min=0)).squeeze(1),
     )
 
 

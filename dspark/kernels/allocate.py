@@ -27,7 +27,7 @@ def survival_of(confidence: torch.Tensor) -> torch.Tensor:
     return torch.where(usable, confidence, 0.0).cumprod(dim=1)
 
 
-def allocate(survival: torch.Tensor, budget: int | torch.Tensor) -> torch.Tensor:
+def allocate(survival: torch.Tensor, budget: int | torch.Tensor, live: torch.Tensor | None = None) -> torch.Tensor:
     """Verify the ``budget`` drafts of largest survival.
 
     Ties go to the lower position, then to the lower request. As survival does not increase along a row, what is picked
@@ -36,13 +36,17 @@ def allocate(survival: torch.Tensor, budget: int | torch.Tensor) -> torch.Tensor
     Args:
         survival: [R, G] float32, rows non-increasing, no NaN (see ``survival_of``).
         budget: K, clipped to 0..R * G; a number, or a tensor of one int on the device of ``survival``.
+        live: [R] bool, False for padding, which gets no row; K is then at most G per live request. None: all.
 
     Returns:
-        [R] int32 verify lengths, 1..G+1, anchor included; they sum to R + K.
+        [R] int32 verify lengths, 1..G+1, anchor included, 0 for padding; they sum to R + K.
     """
     requests, gamma = survival.shape
+    if live is not None:
+        survival = torch.where(live[:, None], survival, -1.0)
     by_position = survival.T.reshape(-1)
     order = by_position.argsort(descending=True, stable=True)
     admitted = torch.arange(requests * gamma, device=survival.device) < budget
     picked = torch.zeros_like(admitted).scatter(0, order, admitted)
-    return 1 + picked.view(gamma, requests).sum(dim=0, dtype=torch.int32)
+    lens = 1 + picked.view(gamma, requests).sum(dim=0, dtype=torch.int32)
+    return lens if live is None else lens * live

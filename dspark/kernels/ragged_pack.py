@@ -13,7 +13,7 @@ def ragged_pack(verify_lens: torch.Tensor, rows: int, window: int) -> PackedRows
     Every shape depends on R, ``rows`` and ``window`` only.
 
     Args:
-        verify_lens: [R] int32, 1..``window``; R >= 1.
+        verify_lens: [R] int32, 0..``window``; R >= 1.
         rows: T, at least their sum.
         window: W.
     """
@@ -24,8 +24,9 @@ def ragged_pack(verify_lens: torch.Tensor, rows: int, window: int) -> PackedRows
     request = torch.searchsorted(ends, row, right=True).clamp(max=lens.shape[0] - 1)
     place = torch.arange(window, device=lens.device)
     return PackedRows(
+        lens=verify_lens,
         request=request,
         column=(row - starts[request]).clamp(max=window - 1),
         valid=row < ends[-1],
-        index=starts[:, None] + torch.minimum(place, lens[:, None] - 1),
+        index=(starts[:, None] + torch.minimum(place, lens[:, None] - 1)).clamp(min=0),
     )

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from dspark.scheduler.planner import BudgetPlan
-from dspark.types import DecodeBatch, StepBudget, StepOutcome
+from dspark.types import StepBudget, StepOutcome
 
 LIMIT = 200_000  # request records kept; older steps are dropped and counted
 
@@ -32,7 +32,6 @@ class StepRecorder:
         self,
         step: int,
         rids: Sequence[str],
-        batch: DecodeBatch,
         budget: StepBudget,
         outcome: StepOutcome,
         plan: BudgetPlan | None,
@@ -42,7 +41,8 @@ class StepRecorder:
         ``drafts``, ``survival`` and ``ceiling`` are None where the step had none: no draft, no confidence head, rows
         left out.
         """
-        positions, anchors, windows = batch.lengths.tolist(), batch.anchors.tolist(), outcome.plan.verify_lens.tolist()
+        positions, anchors = (outcome.lengths - outcome.accept.committed).tolist(), outcome.plan.tokens[:, 0].tolist()
+        windows = outcome.plan.verify_lens.tolist()
         nothing = [None] * len(rids)
         drafts = nothing if outcome.proposal is None else outcome.proposal.tokens.tolist()
         survival = nothing if outcome.survival is None else outcome.survival.tolist()
@@ -63,7 +63,7 @@ class StepRecorder:
             }
             for i, rid in enumerate(rids)
         ]
-        forwarded = budget.tier if budget.packed else batch.positions.numel()
+        forwarded = budget.tier if budget.packed else outcome.plan.tokens.numel()
         self._steps.append(
             {
                 "step": step,

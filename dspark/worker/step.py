@@ -25,6 +25,8 @@ from dspark.types import (
 from dspark.worker.protocols import DraftNet, TargetNet
 
 Publish = Callable[[torch.Tensor], None]
+Drafted = tuple[BlockProposal | None, torch.Tensor | None]
+"""A block and its survival [R, G]; None without a draft, or without a confidence head."""
 
 
 class DecodeStep:
@@ -37,7 +39,9 @@ class DecodeStep:
         self._draft_net = draft_net
         self._target_net = target_net
 
-    def run(self, batch: DecodeBatch, budget: StepBudget, publish: Publish) -> StepOutcome:
+    def run(
+        self, batch: DecodeBatch, budget: StepBudget, publish: Publish, drafted: Drafted | None = None
+    ) -> StepOutcome:
         """Advance every request by 1..W tokens.
 
         Args:
@@ -45,8 +49,9 @@ class DecodeStep:
             budget: what the host has decided for this step.
             publish: called with the new lengths [R] int64 as soon as they are known, before the commit, so that the
                 host can schedule the next step meanwhile.
+            drafted: what ``draft`` has returned, if it ran before (in a graph of its own).
         """
-        proposal, survival = self.draft(batch, budget)
+        proposal, survival = drafted or self.draft(batch, budget)
         plan = self.plan(batch, budget, proposal, survival)
         rows = self._target_net.verify(batch, plan)
         accept, ceiling = self.accept(batch, proposal, plan, rows)
@@ -55,7 +60,7 @@ class DecodeStep:
         self.commit(batch, plan, rows)
         return StepOutcome(proposal, survival, plan, accept, lengths, ceiling)
 
-    def draft(self, batch: DecodeBatch, budget: StepBudget) -> tuple[BlockProposal | None, torch.Tensor | None]:
+    def draft(self, batch: DecodeBatch, budget: StepBudget) -> Drafted:
         """Parallel backbone, then the sequential stage (paper section 3.1); the block and its survival [R, G]."""
         if not budget.draft:
             return None, None
@@ -81,12 +86,14 @@ class DecodeStep:
         drafts = batch.anchors.new_zeros(requests, gamma) if proposal is None else proposal.tokens
         if survival is None:  # nothing tells the drafts apart: earlier ones first, requests in their order
             survival = torch.zeros(requests, gamma, device=batch.anchors.device)
-        lens = allocate(survival, budget.drafts)
-        return VerifyPlan(
-            verify_lens=lens,
-            tokens=torch.cat([batch.anchors[:, None], drafts], dim=1),
-            packed=ragged_pack(lens, budget.tier, window) if budget.packed else None,
-        )
+        lens = allocate(survival, budget.drafts, batch.live)
+        packed = None
+        if budget.packed:
+            packed = ragged_pack(lens, budget.tier, window)
+        elif batch.live is not None:  # full windows, and a captured batch has padding to leave out
+            packed = ragged_pack((window * batch.live).to(torch.int32), budget.tier, window)
+        tokens = torch.cat([batch.anchors[:, None], drafts], dim=1)
+        return VerifyPlan(verify_lens=lens, tokens=tokens, packed=packed, full=not budget.packed)
 
     def accept(
         self, batch: DecodeBatch, proposal: BlockProposal | None, plan: VerifyPlan, rows: TargetRows
@@ -94,10 +101,11 @@ class DecodeStep:
         """Apply the rule of each request; of full windows also say what they would have committed uncut."""
         if proposal is None:
             return plain_accept(batch, plan, rows), None
-        if plan.packed is not None:
+        if not plan.full:
             return verify_block(batch, proposal, plan.verify_lens, plan.packed, rows.logits), None
         window = torch.full_like(plan.verify_lens, batch.positions.shape[1])
-        full = verify_block(batch, proposal, window, None, rows.logits)
+        window = window if plan.packed is None else plan.packed.lens
+        full = verify_block(batch, proposal, window, plan.packed, rows.logits)
         return cut(full, plan.verify_lens), full.committed
 
     def commit(self, batch: DecodeBatch, plan: VerifyPlan, rows: TargetRows) -> None:
@@ -144,8 +152,8 @@ def plain_accept(batch: DecodeBatch, plan: VerifyPlan, rows: TargetRows) -> Acce
     """A step without a draft: every request commits the token after its anchor."""
     assert plan.packed is not None, "a step without a draft forwards one row per request"
     token = first_tokens(rows.logits[plan.packed.index[:, 0]], batch.sampling, batch.lengths)
-    one = torch.ones_like(plan.verify_lens)
-    return AcceptResult(one - 1, one, token[:, None].expand_as(plan.tokens).contiguous(), token)
+    none = torch.zeros_like(plan.verify_lens)
+    return AcceptResult(none, plan.verify_lens, token[:, None].expand_as(plan.tokens).contiguous(), token)
 
 
 def first_tokens(logits: torch.Tensor, sampling: SamplingRows, positions: torch.Tensor) -> torch.Tensor:

@@ -70,7 +70,9 @@ def overlap_server(
     """DSPARK under overlap scheduling in its default mode (compact), trimming, with small prefill chunks."""
     flags = ["--chunked-prefill-size", "64", "--max-running-requests", "24"]
     flags += cost_table(tmp_path_factory.mktemp("overlap"))
-    with serve(target, *DSPARK, *flags, SGLANG_DSPARK_DEBUG_DUMP="reqs") as server:
+    # The step that a GPU captures: padded batches, tiers, static buffers. The other servers run the eager one.
+    env = {"SGLANG_DSPARK_DEBUG_DUMP": "reqs", "SGLANG_DSPARK_STATIC_STEP": "1"}
+    with serve(target, *DSPARK, *flags, **env) as server:
         yield server
 
 

@@ -53,7 +53,9 @@ def test_mixed_traffic_is_lossless_and_nothing_is_lost(
     assert overlap_server.healthy()
     assert not re.search("memory leak|Traceback", overlap_server.log_path.read_text())
     schedule = record(overlap_server)["schedule"]
-    assert schedule["scheduled_rows"] == schedule["forwarded_rows"] < 6 * schedule["requests"]
+    assert schedule["scheduled_rows"] < 6 * schedule["requests"]
+    assert schedule["scheduled_rows"] <= schedule["forwarded_rows"] < 1.2 * schedule["scheduled_rows"]
+    assert record(overlap_server)["eager_steps"].keys() == {"logit bias"}
     assert schedule["relay"]["fresh"] > 0
     assert schedule["late_confidences"] == 0
 
@@ -96,7 +98,7 @@ def test_steps_equal_the_reference_loop(overlap_server: ServerProcess, target: P
             assert (got["position"], got["anchor"], got["drafts"], got["accepted"], got["committed"]) == (
                 want.position, want.anchor, want.drafts, want.accepted, want.committed,
             )  # fmt: skip
-            assert got["verify_len"] == 1 + got["budget"] == got["forwarded_rows"]
+            assert got["verify_len"] == 1 + got["budget"] <= got["forwarded_rows"]
         assert len(expected.steps) <= len(steps) <= len(expected.steps) + 1
 
 
@@ -138,8 +140,8 @@ def test_random_pins_change_the_rows_and_nothing_else(
         count = len(step["requests"])
         allowed = {math.floor(f * count * 7) for f in set(fractions)}
         assert step["budget"] in allowed
-        assert step["forwarded_rows"] == count + step["budget"]
-        assert sum(one["verify_len"] for one in step["requests"]) == step["forwarded_rows"]
+        assert step["forwarded_rows"] >= count + step["budget"]
+        assert sum(one["verify_len"] for one in step["requests"]) == count + step["budget"]
         seen.add(step["budget"] / count)
     assert len(seen) > 3
 

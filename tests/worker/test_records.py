@@ -16,7 +16,7 @@ def record(recorder: StepRecorder, step: int, batch: DecodeBatch, budget: StepBu
         draft.grow_confidence()
     outcome = DecodeStep(draft, target).run(batch, budget, lambda lengths: None)
     plan = BudgetPlan(True, 3, 5, 6, 3.25, 0.002, 0.1, Reason.TRIMMED, PlanState()) if budget.packed else None
-    recorder.record(step, ["a", "b"], batch, budget, outcome, plan)
+    recorder.record(step, ["a", "b"], budget, outcome, plan)
 
 
 def recorded(limit: int, steps: int) -> StepRecorder:

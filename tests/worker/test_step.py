@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from typing import Any
+
 import pytest
 import torch
 
-from dspark.drafter.heads import ConfidenceHead, VanillaMarkovHead
+from dspark.drafter.heads import ConfidenceHead, ConfidenceScale, VanillaMarkovHead
 from dspark.kernels.allocate import survival_of
 from dspark.types import DecodeBatch, SamplingRows, StepBudget, StepOutcome, TargetRows, VerifyPlan
 from dspark.worker.step import DecodeStep, first_tokens
@@ -42,7 +45,7 @@ class ToyDraft:
     """The Markov head holds the target's own table, right for all tokens but ``wrong``."""
 
     confidence_head: ConfidenceHead | None = None
-    calibration = None
+    calibration: ConfidenceScale | None = None
 
     def __init__(self, target: ToyTarget, wrong: tuple[int, ...] = ()) -> None:
         self.target = target
@@ -61,7 +64,8 @@ class ToyDraft:
         generator = torch.Generator().manual_seed(2)
         self.hidden = torch.randn(GAMMA, HIDDEN, generator=generator)
         self.confidence_head = ConfidenceHead(HIDDEN, VOCAB, True, bias=False).requires_grad_(False)
-        self.confidence_head.proj.weight.copy_(1.5 * torch.randn(1, HIDDEN + VOCAB, generator=generator))
+        self.confidence_head.proj.weight.copy_(torch.randn(1, HIDDEN + VOCAB, generator=generator))
+        self.confidence_head.proj.weight[:, HIDDEN:] *= 3  # of the token
 
     def block_hidden(self, batch: DecodeBatch) -> torch.Tensor:
         self.target.calls.append("draft")
@@ -78,9 +82,9 @@ class ToyDraft:
         self.injected = (features, positions, slots)
 
 
-def sampling(greedy: list[bool], **change: object) -> SamplingRows:
+def sampling(greedy: list[bool], **change: Any) -> SamplingRows:
     count = len(greedy)
-    fields = {
+    fields: dict[str, Any] = {
         "temperature": torch.ones(count),
         "top_k": torch.tensor([1 if one else 1 << 30 for one in greedy]),
         "top_p": torch.ones(count),
@@ -139,7 +143,8 @@ def test_greedy_text_is_that_of_the_target_whatever_the_drafter_says() -> None:
     target = ToyTarget()
     for wrong in ((), (0, 1, 2), tuple(range(VOCAB))):
         draft = ToyDraft(target, wrong)
-        text, anchor = [], 5
+        text: list[int] = []
+        anchor = 5
         while len(text) < 40:
             accept = run(target, draft, batch_of([anchor])).accept
             text += accept.tokens[0, : accept.committed[0]].tolist()
@@ -172,7 +177,9 @@ def test_a_mixed_batch_treats_each_row_by_its_own_rule() -> None:
     count = int(alone.accept.committed[0])
     assert int(mixed.accept.committed[0]) == count
     assert mixed.accept.tokens[0, :count].tolist() == alone.accept.tokens[0, :count].tolist()
+    assert mixed.proposal is not None
     assert mixed.proposal.probs is not None
+    assert alone.proposal is not None
     assert alone.proposal.probs is None
 
 
@@ -239,15 +246,22 @@ def test_without_a_confidence_head_early_drafts_go_first() -> None:
         assert outcome.survival is None
 
 
-def test_windows_follow_survival() -> None:
+@pytest.mark.parametrize("calibrated", [False, True])
+def test_windows_follow_survival(calibrated: bool) -> None:
     target, batch = ToyTarget(), batch_of([3, 9, 1, 7])
+    batch = replace(batch, sampling=replace(batch.sampling, calibration=torch.tensor([1, 0, 1, 0])))
     draft = ToyDraft(target)
     draft.grow_confidence()
+    raw = run(target, draft, batch).survival
+    assert raw is not None
+    if calibrated:
+        draft.calibration = ConfidenceScale(torch.full((2, GAMMA), 9.0), torch.tensor([[0.0], [2.0]]).expand(2, GAMMA))
     outcome = run(target, draft, batch, compact(batch, 6))
     assert outcome.proposal is not None
     assert outcome.survival is not None
     assert outcome.proposal.confidence is not None
     assert_equal(outcome.survival, survival_of(outcome.proposal.confidence), "survival")
+    assert (outcome.survival.tolist() != raw.tolist()) is calibrated
     lens = outcome.plan.verify_lens
     picked = torch.arange(GAMMA) < lens[:, None] - 1
     assert int(picked.sum()) == 6
@@ -264,8 +278,8 @@ def test_a_draft_never_changes_whether_it_or_an_earlier_one_is_verified(greedy: 
 
     for _ in range(100):
         batch = batch_of([draw(VOCAB) for _ in greedy], greedy)
-        budget = compact(batch, draw(4 * GAMMA + 1))
-        request, row = draw(4), draw(GAMMA)
+        budget = compact(batch, 2 + draw(3 * GAMMA))
+        request, row = draw(4), draw(GAMMA - 1)  # nothing comes after the last row
         lens, drafted = [], []
         for token in (draw(VOCAB), draw(VOCAB)):
             target = ToyTarget()

@@ -1,0 +1,57 @@
+"""Capture functions as CUDA graphs, replay them by key."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable
+from typing import Protocol
+
+import torch
+
+Function = Callable[[], torch.Tensor | None]
+
+
+class GraphSet(Protocol):
+    """Functions that were captured; replaying one returns its (static) output."""
+
+    def capture(self, key: Hashable, function: Function) -> None:
+        """Capture ``function`` under ``key``."""
+
+    def replay(self, key: Hashable) -> torch.Tensor | None:
+        """Run it again on what the static buffers hold now."""
+
+
+class CudaGraphs:
+    """One ``torch.cuda.CUDAGraph`` per key, all in one memory pool: capture the largest first."""
+
+    def __init__(self) -> None:
+        self._pool = torch.cuda.graph_pool_handle()
+        self._graphs: dict[Hashable, tuple[torch.cuda.CUDAGraph, torch.Tensor | None]] = {}
+
+    def capture(self, key: Hashable, function: Function) -> None:
+        """Run ``function`` once, so that kernels are compiled and handles exist, then record it."""
+        torch.cuda.synchronize()
+        function()
+        torch.cuda.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        # On the caller's stream, which the host may have prepared for collectives.
+        with torch.cuda.graph(graph, pool=self._pool, stream=torch.cuda.current_stream()):
+            output = function()
+        self._graphs[key] = graph, output
+
+    def replay(self, key: Hashable) -> torch.Tensor | None:
+        graph, output = self._graphs[key]
+        graph.replay()
+        return output
+
+
+class EagerGraphs:
+    """The same on a machine without graphs: a replay calls the function. For tests of everything but the capture."""
+
+    def __init__(self) -> None:
+        self._functions: dict[Hashable, Function] = {}
+
+    def capture(self, key: Hashable, function: Function) -> None:
+        self._functions[key] = function
+
+    def replay(self, key: Hashable) -> torch.Tensor | None:
+        return self._functions[key]()

@@ -1,0 +1,200 @@
+"""The decode step as two graph replays: which shapes are captured, and which steps can use them."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import time
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+from sglang.srt.managers.schedule_batch import ScheduleBatch
+from sglang.srt.model_executor.model_runner import ModelRunner
+from tqdm import tqdm
+
+from dspark.config import Settings
+from dspark.cuda_graph.capture import CudaGraphs, EagerGraphs, GraphSet
+from dspark.cuda_graph.ladder import slot_ladder, smallest_at_least, tier_ladder
+from dspark.cuda_graph.static import StepBuffers
+from dspark.drafter.heads import ConfidenceScale
+from dspark.drafter.spec import DraftSpec
+from dspark.host.batch import RequestTable
+from dspark.host.static_networks import PageTable, StaticDraftNet, StaticTargetNet
+from dspark.types import AcceptResult, BlockProposal, StepBudget, StepOutcome, VerifyPlan
+from dspark.worker.static_step import COLUMNS, Sampling, StaticStep
+from dspark.worker.step import DecodeStep
+
+logger = logging.getLogger("dspark")
+
+
+class StepGraphs:
+    """Captured draft, verify and plain steps."""
+
+    def __init__(
+        self,
+        spec: DraftSpec,
+        target: ModelRunner,
+        draft: ModelRunner,
+        requests: RequestTable,
+        *,
+        max_requests: int,
+        tiers: Sequence[int],
+        full_windows: bool,
+        calibration: ConfidenceScale | None,
+    ) -> None:
+        """Args:
+        spec: the draft, blocks cut to the runtime gamma.
+        target, draft: the host's model runners.
+        requests: what is known of the request rows.
+        max_requests: largest batch that is captured.
+        tiers: row counts of verify graphs.
+        full_windows: full windows are forwarded (cap-accept).
+        calibration: of confidences.
+        """
+        self._spec, self._target = spec, target
+        self._tiers, self._slots = list(tiers), slot_ladder(max_requests)
+        device = torch.device(target.device)
+        self._device = device
+        self.buffers = StepBuffers(max_requests, spec.window, device)
+        pages = PageTable(target, self.buffers, spec.window)
+        draft_net = StaticDraftNet(draft, self.buffers, pages, spec.mask_token_id)
+        draft_net.calibration = calibration
+        step = DecodeStep(draft_net, StaticTargetNet(target, self.buffers, pages))
+        self._static = StaticStep(step, self.buffers, pages.read, requests.static_sampling, full_windows)
+        self._full_windows = full_windows
+        self._graphs: GraphSet = EagerGraphs() if device.type == "cpu" else CudaGraphs()
+
+    def capture(self, kinds: Sequence[Sampling] = ("greedy", "sampled")) -> None:
+        """Capture every shape, largest first, with progress; a failure is an error."""
+        if any(kind != "greedy" for kind in kinds):
+            shape = (self.buffers.slots, self._spec.gamma, self._spec.vocab_size)
+            self.buffers.probs = torch.zeros(shape, dtype=torch.float32, device=self._device)
+        started, before = time.monotonic(), _free_bytes(self._device)
+        jobs = list(self._jobs(kinds))
+        with _capturing(self._device):
+            for key, function in tqdm(jobs, desc="dspark: capturing graphs", disable=self._device.type == "cpu"):
+                self._graphs.capture(key, function)
+        logger.info(
+            "dspark: %d graphs (%d tiers of 1 to %d rows, batches to %d) in %.1f s and %.2f GiB",
+            len(jobs), len(self._tiers), self._tiers[-1], self._slots[-1], time.monotonic() - started,
+            (before - _free_bytes(self._device)) / 2**30,
+        )  # fmt: skip
+
+    def _jobs(self, kinds: Sequence[Sampling]) -> Iterator[tuple[Any, Any]]:
+        for kind in kinds:
+            for tier in reversed(self._tiers):
+                yield ("verify", tier, kind), lambda tier=tier, kind=kind: self._static.verify(tier, kind)
+            for slots in reversed(self._slots):
+                yield ("draft", slots, kind), lambda slots=slots, kind=kind: self._static.draft(slots, kind)
+                yield ("plain", slots, kind), lambda slots=slots, kind=kind: self._static.plain(slots, kind)
+        self._kinds = set(kinds)
+
+    @property
+    def tiers(self) -> list[int]:
+        """Row counts of the verify graphs."""
+        return self._tiers
+
+    def refusal(self, batch: ScheduleBatch, budget: StepBudget, kind: Sampling) -> str | None:
+        """Why a step has to run eagerly; None if it can be replayed."""
+        if len(batch.reqs) > self.buffers.slots:
+            return "batch larger than any graph"
+        if batch.sampling_info.logit_bias is not None:
+            return "logit bias"
+        if kind not in self._kinds:
+            return f"{kind} requests"
+        if self._full_windows and budget.draft and budget.packed:
+            return "pinned budget in cap-accept"
+        return None
+
+    def run(self, batch: ScheduleBatch, budget: StepBudget, kind: Sampling) -> StepOutcome:
+        """Stage, replay, copy out: nothing here waits for the device.
+
+        Drafts and survival of the outcome are static: they hold until the next step drafts.
+        """
+        count, buffers = len(batch.reqs), self.buffers
+        assert isinstance(budget.drafts, int)
+        buffers.stage(batch.req_pool_indices, batch.spec_info.bonus_tokens.view(-1), batch.seq_lens, budget.drafts)
+        slots = smallest_at_least(self._slots, count)
+        if budget.draft:
+            self._graphs.replay(("draft", slots, kind))
+            self._read_done()
+            tier = smallest_at_least(self._tiers, budget.tier)
+            output = self._graphs.replay(("verify", tier, kind))
+            slots = self._static.slots_of(tier)
+        else:
+            output = self._graphs.replay(("plain", slots, kind))
+            self._read_done()
+        assert output is not None
+        return self._outcome(output.clone(), slots, count, budget)
+
+    def _outcome(self, flat: torch.Tensor, slots: int, count: int, budget: StepBudget) -> StepOutcome:
+        """Views of a step's flat output (``StaticStep.flat``) for the ``count`` requests among its ``slots``."""
+        window, buffers = self._spec.window, self.buffers
+        tokens = flat[: count * window].view(count, window)
+        columns = flat[slots * window :].view(COLUMNS, slots)[:, :count]
+        accepted, committed, next_anchor, lengths, verify_lens, ceiling = columns
+        proposal = BlockProposal(buffers.drafts[:count], None, None) if budget.draft else None
+        known = budget.draft and self._spec.has_confidence
+        return StepOutcome(
+            proposal=proposal,
+            survival=buffers.survival[:count] if known else None,
+            plan=VerifyPlan(verify_lens, buffers.windows[:count], None, full=not budget.packed),
+            accept=AcceptResult(accepted, committed, tokens, next_anchor),
+            lengths=lengths,
+            ceiling=ceiling if budget.draft and not budget.packed else None,
+        )
+
+    def _read_done(self) -> None:
+        """From here on the step does not read the slot table: the scheduler may reserve for the next one."""
+        if self._device.type == "cuda":
+            event = torch.cuda.Event()
+            event.record()
+            self._target.war_fastpath_read_done_event = event
+
+
+@contextlib.contextmanager
+def _capturing(device: torch.device) -> Iterator[None]:
+    """Inference mode, and the host's own preparation of collectives and kernels for a capture."""
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(torch.inference_mode())
+        if device.type == "cuda":
+            from sglang.srt.distributed.parallel_state import graph_capture
+
+            stack.enter_context(graph_capture())
+        yield
+
+
+def _free_bytes(device: torch.device) -> int:
+    return torch.cuda.mem_get_info()[0] if device.type == "cuda" else 0
+
+
+def build_graphs(
+    server_args: Any,
+    spec: DraftSpec,
+    settings: Settings,
+    target: ModelRunner,
+    draft: ModelRunner,
+    requests: RequestTable,
+    calibration: ConfidenceScale | None,
+) -> StepGraphs | None:
+    """Capture the steps of a server; None if the operator has switched graphs off, or on a CPU."""
+    decode = server_args.cuda_graph_config.decode
+    if not settings.static_step and (str(server_args.device) == "cpu" or decode.backend == "disabled"):
+        return None
+    mode = settings.resolved_mode(spec.has_confidence)
+    most = int(server_args.max_running_requests)
+    most = most if settings.static_step else min(most, int(decode.max_bs))
+    windows = [slots * spec.window for slots in slot_ladder(most)]
+    graphs = StepGraphs(
+        spec,
+        target,
+        draft,
+        requests,
+        max_requests=most,
+        tiers=tier_ladder(most, spec.window).tolist() if mode == "compact" else windows,
+        full_windows=mode == "cap-accept",
+        calibration=calibration,
+    )
+    graphs.capture(("greedy", "sampled", "filtered") if settings.static_step else ("greedy", "sampled"))
+    return graphs

@@ -1,0 +1,173 @@
+"""The two networks of the step on static buffers: no host batch, no host lengths, nothing but device work.
+
+They build a ``ForwardBatch`` of tensors and call the model directly, inside a CUDA graph capture or (on a CPU, for
+tests) outside of one.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from sglang.srt.model_executor.forward_batch_info import CaptureHiddenMode, ForwardBatch, ForwardMode
+from sglang.srt.model_executor.forward_context import ForwardContext, forward_context
+from sglang.srt.model_executor.model_runner import ModelRunner
+
+from dspark.cuda_graph.static import StepBuffers
+from dspark.drafter.heads import ConfidenceScale
+from dspark.host.draft_model import DSparkDraftNet
+from dspark.host.networks import block_info, ragged_layout
+from dspark.types import DecodeBatch, PackedRows, TargetRows, VerifyPlan
+
+
+class PageTable:
+    """KV slots of each staged request, read from the host's slot table once per step."""
+
+    def __init__(self, runner: ModelRunner, buffers: StepBuffers, window: int) -> None:
+        self._table = runner.req_to_token_pool.req_to_token
+        self._buffers, self._window = buffers, window
+        self._columns = torch.arange(window, device=self._table.device)
+        self.pages: torch.Tensor | None = None
+        if self._table.is_cuda:
+            shape = (buffers.slots, self._table.shape[1])
+            self.pages = torch.zeros(shape, dtype=torch.int32, device=self._table.device)
+
+    def read(self, slots: int) -> None:
+        """Everything of a step of ``slots`` requests that depends on the slot table: the scheduler may write it then.
+
+        Rows of the table are reserved up to two windows beyond the length.
+        """
+        rows, lengths = self._buffers.rows[:slots], self._buffers.lengths[:slots]
+        window_slots = self._table[rows[:, None], lengths[:, None] + self._columns]
+        self._buffers.kv_slots[:slots].copy_(window_slots)
+        if self.pages is None:
+            return  # the CPU backend reads the table itself
+        from sglang.kernels.ops.kvcache.trtllm_mha_page_table import build_trtllm_mha_page_table
+
+        build_trtllm_mha_page_table(
+            req_to_token=self._table,
+            req_pool_indices=rows,
+            cache_seqlens=(lengths + self._window).to(torch.int32),
+            page_table=self.pages[:slots],
+            page_size=1,
+        )
+
+
+class _StaticForward:
+    """Runs one model on packed rows of staged requests."""
+
+    def __init__(self, runner: ModelRunner, buffers: StepBuffers, pages: PageTable) -> None:
+        self._runner, self._buffers, self._pages = runner, buffers, pages
+
+    def __call__(
+        self,
+        tokens: torch.Tensor,
+        positions: torch.Tensor,
+        slots: torch.Tensor,
+        lengths: torch.Tensor,
+        packed: PackedRows,
+        window: int,
+        hidden: CaptureHiddenMode,
+    ) -> Any:
+        count = lengths.shape[0]
+        forward_batch = ForwardBatch(
+            forward_mode=ForwardMode.TARGET_VERIFY,
+            batch_size=count,
+            input_ids=tokens,
+            req_pool_indices=self._buffers.rows[:count],
+            seq_lens=lengths,
+            out_cache_loc=slots,
+            seq_lens_sum=0,
+            positions=positions,
+            spec_algorithm=self._runner.spec_algorithm,
+            spec_info=block_info(window, tokens, positions, hidden, ragged_layout(packed)),
+            capture_hidden_mode=hidden,
+        )
+        backend = self._runner.attn_backend
+        with forward_context(ForwardContext(attn_backend=backend)):
+            if self._pages.pages is None:
+                backend.init_forward_metadata(forward_batch)
+            else:
+                backend.forward_metadata = self._fa3_metadata(packed.lens, lengths, window)
+            return self._runner.model.forward(tokens, positions, forward_batch)
+
+    def _fa3_metadata(self, lens: torch.Tensor, lengths: torch.Tensor, window: int) -> Any:
+        """What FlashAttention 3 needs for a verify forward, made of device values."""
+        from sglang.srt.layers.attention.flashattention_backend import FlashAttentionMetadata
+
+        assert self._pages.pages is not None
+        pages = self._pages.pages[: lengths.shape[0]]
+        keys = (lengths + lens).to(torch.int32)
+        metadata = FlashAttentionMetadata()
+        metadata.cache_seqlens_int32 = keys
+        metadata.cu_seqlens_q = _offsets(lens)
+        metadata.cu_seqlens_k = _offsets(keys)
+        metadata.max_seq_len_q = window
+        metadata.max_seq_len_k = pages.shape[1]
+        metadata.page_table = pages
+        return metadata
+
+
+def _offsets(lens: torch.Tensor) -> torch.Tensor:
+    """[R + 1] int32 running sums of [R] counts, from 0."""
+    return torch.nn.functional.pad(lens.cumsum(0, dtype=torch.int32), (1, 0))
+
+
+class StaticDraftNet:
+    """:class:`dspark.worker.protocols.DraftNet` on static buffers."""
+
+    def __init__(self, runner: ModelRunner, buffers: StepBuffers, pages: PageTable, mask_token_id: int) -> None:
+        self._runner = runner
+        self._model: DSparkDraftNet = runner.model
+        self._forward = _StaticForward(runner, buffers, pages)
+        self._mask_token_id = mask_token_id
+        self.markov_head = self._model.markov_head
+        self.confidence_head = self._model.confidence_head
+        self.calibration: ConfidenceScale | None = None
+
+    def block_hidden(self, batch: DecodeBatch) -> torch.Tensor:
+        """[S, G, H]; padding drafts too, into the spare KV slot."""
+        requests, gamma = batch.size, batch.positions.shape[1] - 1
+        tokens = torch.full((requests, gamma), self._mask_token_id, dtype=torch.int64, device=batch.anchors.device)
+        tokens[:, 0] = batch.anchors
+        positions = batch.positions[:, :gamma].reshape(-1)
+        every = torch.arange(requests * gamma, device=tokens.device)
+        block = PackedRows(
+            lens=torch.full_like(batch.anchors, gamma, dtype=torch.int32),
+            request=every // gamma,
+            column=every % gamma,
+            valid=torch.ones_like(every, dtype=torch.bool),
+            index=every.view(requests, gamma),
+        )
+        slots = batch.slots[:, :gamma].reshape(-1)
+        output = self._forward(tokens.view(-1), positions, slots, batch.lengths, block, gamma, CaptureHiddenMode.NULL)
+        return output.hidden_states.view(requests, gamma, -1)
+
+    def base_logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        """[S, G, H] -> [S, G, V]."""
+        return self._model.base_logits(hidden)
+
+    def inject(self, features: torch.Tensor, positions: torch.Tensor, slots: torch.Tensor) -> None:
+        """Write the context KV of N tokens."""
+        self._model.write_context(self._runner.token_to_kv_pool, features, positions, slots)
+
+
+class StaticTargetNet:
+    """:class:`dspark.worker.protocols.TargetNet` on static buffers."""
+
+    def __init__(self, runner: ModelRunner, buffers: StepBuffers, pages: PageTable) -> None:
+        self._forward = _StaticForward(runner, buffers, pages)
+
+    def verify(self, batch: DecodeBatch, plan: VerifyPlan) -> TargetRows:
+        """Forward the rows of a tier; logit biases are not part of captured steps."""
+        assert plan.packed is not None
+        output = self._forward(
+            plan.rows_of(plan.tokens),
+            plan.rows_of(batch.positions),
+            plan.rows_of(batch.slots),
+            batch.lengths,
+            plan.packed,
+            plan.tokens.shape[1],
+            CaptureHiddenMode.FULL,
+        )
+        return TargetRows(logits=output.next_token_logits, features=output.hidden_states)

@@ -1,0 +1,115 @@
+"""The decode step over static buffers: functions without arguments or results, each of them one CUDA graph.
+
+``draft`` reads the staged batch and leaves a block behind; ``verify`` picks it up. ``plain`` is a step without a draft.
+All three run the same :class:`dspark.worker.step.DecodeStep` as an eager step does; what differs is that batches are
+padded, row counts are those of a tier, and the number of drafts is read from the device.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Literal
+
+import torch
+
+from dspark.cuda_graph.static import StepBuffers
+from dspark.types import BlockProposal, DecodeBatch, SamplingRows, StepBudget, StepOutcome
+from dspark.worker.step import DecodeStep
+
+Sampling = Literal["greedy", "sampled", "filtered"]
+"""greedy: no request samples; filtered: some request uses top-k, top-p or min-p."""
+
+COLUMNS = 6  # of ``StaticStep.flat``
+
+SamplingOf = Callable[[torch.Tensor, Sampling], SamplingRows]
+"""[S] request rows -> their sampling parameters, device values only."""
+
+
+class StaticStep:
+    """Draft, verify and plain step of padded batches."""
+
+    def __init__(
+        self,
+        step: DecodeStep,
+        buffers: StepBuffers,
+        prepare: Callable[[int], None],
+        sampling_of: SamplingOf,
+        full_windows: bool,
+    ) -> None:
+        """Args:
+        step: on networks that work on the buffers.
+        buffers: shared by all graphs.
+        prepare: called first in a step, with its slots: everything that reads the host's slot table.
+        sampling_of: parameters of the staged requests.
+        full_windows: forward full windows and cut the commit (cap-accept).
+        """
+        self._step, self.buffers, self._prepare, self._sampling_of = step, buffers, prepare, sampling_of
+        self._packed = not full_windows
+        self._window = buffers.drafts.shape[1] + 1
+        self._columns = torch.arange(self._window, device=buffers.rows.device)
+
+    def slots_of(self, tier: int) -> int:
+        """Requests that a verify graph of ``tier`` rows holds."""
+        return min(tier, self.buffers.slots)
+
+    def draft(self, slots: int, sampling: Sampling) -> None:
+        """Draft a block for ``slots`` requests."""
+        self._begin(slots)
+        proposal, survival = self._step.draft(self._batch(slots, sampling), StepBudget(True, 0, 0, packed=True))
+        assert proposal is not None
+        self.buffers.drafts[:slots].copy_(proposal.tokens)
+        if survival is not None:
+            self.buffers.survival[:slots].copy_(survival)
+        if proposal.probs is not None:
+            assert self.buffers.probs is not None
+            self.buffers.probs[:slots].copy_(proposal.probs)
+
+    def verify(self, tier: int, sampling: Sampling) -> torch.Tensor:
+        """Verify the drafted block in ``tier`` rows, and commit; see :meth:`flat`."""
+        slots = self.slots_of(tier)
+        probs = None
+        if sampling != "greedy":
+            assert self.buffers.probs is not None
+            probs = self.buffers.probs[:slots]
+        proposal = BlockProposal(self.buffers.drafts[:slots], probs, None)
+        budget = StepBudget(True, self.buffers.budget, tier, packed=self._packed)
+        drafted = proposal, self.buffers.survival[:slots]
+        return self.flat(self._step.run(self._batch(slots, sampling), budget, _nobody, drafted))
+
+    def plain(self, slots: int, sampling: Sampling) -> torch.Tensor:
+        """Commit one token per request without a draft; see :meth:`flat`."""
+        self._begin(slots)
+        budget = StepBudget(False, 0, slots, packed=True)
+        return self.flat(self._step.run(self._batch(slots, sampling), budget, _nobody))
+
+    def _begin(self, slots: int) -> None:
+        self._prepare(slots)
+        self.buffers.windows[:slots, 0].copy_(self.buffers.anchors[:slots])
+
+    def _batch(self, slots: int, sampling: Sampling) -> DecodeBatch:
+        buffers = self.buffers
+        lengths = buffers.lengths[:slots]
+        return DecodeBatch(
+            anchors=buffers.anchors[:slots],
+            lengths=lengths,
+            positions=lengths[:, None] + self._columns,
+            slots=buffers.kv_slots[:slots],
+            sampling=self._sampling_of(buffers.rows[:slots], sampling),
+            live=buffers.live[:slots],
+        )
+
+    @staticmethod
+    def flat(outcome: StepOutcome) -> torch.Tensor:
+        """Everything that leaves the step in one int64 tensor, so that one copy saves it from the next replay.
+
+        tokens [S * W], then ``COLUMNS`` times [S]: accepted, committed, next anchor, lengths, verify lengths, ceiling.
+        """
+        accept = outcome.accept
+        ceiling = accept.committed if outcome.ceiling is None else outcome.ceiling
+        lens = outcome.plan.verify_lens
+        parts = (accept.accepted, accept.committed, accept.next_anchor, outcome.lengths, lens, ceiling)
+        return torch.cat([accept.tokens.reshape(-1), *(part.to(torch.int64) for part in parts)])
+
+
+def _nobody(lengths: torch.Tensor) -> None:
+    """A captured step publishes after its replay."""
