@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 
 import numpy as np
 import pytest
 import torch
 
 from dspark.kernels import accept
-from dspark.kernels.accept import accept_greedy, accept_sample, race, residual_weights, sample_tokens, select
+from dspark.kernels.accept import accept_greedy, accept_sample, cut, race, residual_weights, sample_tokens, select
 from dspark.kernels.philox import Purpose, exponential, uniform
+from dspark.kernels.ragged_pack import ragged_pack
 from dspark.types import AcceptResult
 from tests.compare import assert_distribution, assert_equal
 
@@ -28,9 +29,9 @@ class Case:
     seeds: torch.Tensor  # [R] int64
     positions: torch.Tensor  # [R] int64
 
-    def run(self, **changes: torch.Tensor) -> AcceptResult:
-        given = {field.name: getattr(self, field.name) for field in fields(self)} | changes
-        return accept_sample(*given.values())
+    def run(self, index: torch.Tensor | None = None, **changes: torch.Tensor) -> AcceptResult:
+        x = replace(self, **changes)
+        return accept_sample(x.tokens, x.q, x.p, x.lens, x.seeds, x.positions, index)
 
 
 def _with_zeros(generator: torch.Generator, *shape: int) -> torch.Tensor:
@@ -203,10 +204,10 @@ def test_residual_of_equal_rows_is_the_target() -> None:
     """Rounding may reject a row whose residual is empty; then p itself is drawn from."""
     p = torch.tensor([[[0.25, 0.75], [0.5, 0.5]]])
     q = p[:, :1].clone()
-    assert_equal(residual_weights(torch.tensor([0]), q, p), p[:, 0], "p = q")
-    assert_equal(residual_weights(torch.tensor([1]), q, p), p[:, 1], "bonus row")
+    assert_equal(residual_weights(torch.tensor([0]), q, p[:, 0]), p[:, 0], "p = q")
+    assert_equal(residual_weights(torch.tensor([1]), q, p[:, 1]), p[:, 1], "bonus row")
     q = torch.tensor([[[0.75, 0.25]]])
-    assert_equal(residual_weights(torch.tensor([0]), q, p), torch.tensor([[0.0, 0.5]]), "(p - q)+")
+    assert_equal(residual_weights(torch.tensor([0]), q, p[:, 0]), torch.tensor([[0.0, 0.5]]), "(p - q)+")
 
 
 @pytest.mark.parametrize(("requests", "gamma", "vocab"), SHAPES)
@@ -228,6 +229,93 @@ def test_greedy_equals_slow_rule(requests: int, gamma: int, vocab: int) -> None:
         assert int(result.committed[r]) == len(committed)
         assert_equal(result.tokens[r, : len(committed)], committed, f"request {r}")
         assert_equal(result.next_anchor[r], committed[-1], f"next anchor of {r}")
+
+
+def _committed_equal(found: AcceptResult, required: AcceptResult, name: str) -> None:
+    for field in ("accepted", "committed", "next_anchor"):
+        assert_equal(getattr(found, field), getattr(required, field), f"{name}: {field}")
+    kept = torch.arange(required.tokens.shape[1]) < required.committed[:, None]
+    assert_equal(found.tokens[kept], required.tokens[kept], f"{name}: committed tokens")
+
+
+def _packed(windows: torch.Tensor, lens: torch.Tensor, padding: int, filler: float) -> tuple[torch.Tensor, ...]:
+    """Windows [R, W, ...] as packed rows [T, ...] with ``filler`` in the padding, and their index."""
+    packed = ragged_pack(lens, int(lens.sum()) + padding, windows.shape[1])
+    rows = windows[packed.request, packed.column]
+    rows[~packed.valid] = filler
+    return rows, packed.index
+
+
+PACKED = [(1, 1, 2), (1, 7, 5), (3, 1, 5), (40, 3, 5), (40, 7, 1), (2, 2, 151_936)]
+
+
+@pytest.mark.parametrize("padding", [0, 1, 6])
+@pytest.mark.parametrize(("requests", "gamma", "vocab"), PACKED)
+def test_packed_rows_equal_poisoned_windows(requests: int, gamma: int, vocab: int, padding: int) -> None:
+    """Sampled and greedy: forwarded rows front to front commit what windows do whose other rows are poison."""
+    for seed in range(1 if vocab > 1000 else 4):
+        case = _case(requests, gamma, vocab, seed)
+        past = torch.arange(gamma + 1) >= case.lens[:, None]
+        poisoned = case.p.masked_fill(past[..., None], torch.nan)
+        rows, index = _packed(case.p, case.lens, padding, torch.nan)
+        _committed_equal(case.run(p=rows, index=index), case.run(p=poisoned), f"sampled, seed {seed}")
+        best = torch.where(torch.rand(past.shape, generator=torch.Generator().manual_seed(seed)) < 0.3, 0, vocab - 1)
+        best[:, :gamma] = torch.where(case.tokens % 2 == 0, case.tokens, best[:, :gamma])
+        rows, index = _packed(best, case.lens, padding, -(2**31))
+        found = accept_greedy(case.tokens, rows[index], case.lens)
+        _committed_equal(
+            found, accept_greedy(case.tokens, best.masked_fill(past, -1), case.lens), f"greedy, seed {seed}"
+        )
+        assert bool(((found.tokens >= 0) & (found.tokens < vocab)).all()), "even unspecified tokens index safely"
+
+
+def test_a_full_packed_window_is_the_window() -> None:
+    case = _case(20, 4, 5, seed=12)
+    case.lens = torch.full((20,), 5, dtype=torch.int32)
+    rows, index = _packed(case.p, case.lens, 3, torch.nan)
+    for field in fields(AcceptResult):
+        found, required = (getattr(x, field.name) for x in (case.run(p=rows, index=index), case.run()))
+        assert_equal(found, required, field.name)
+
+
+@pytest.mark.parametrize(("requests", "gamma", "vocab"), [(0, 3, 5), *PACKED])
+def test_cut_of_the_full_outcome_is_the_outcome_of_the_window(requests: int, gamma: int, vocab: int) -> None:
+    for seed in range(1 if vocab > 1000 else 4):
+        case = _case(requests, gamma, vocab, seed)
+        full = torch.full_like(case.lens, gamma + 1)
+        best = case.p.argmax(-1)
+        whole = {"sampled": case.run(lens=full), "greedy": accept_greedy(case.tokens, best, full)}
+        for length in range(gamma + 2):  # 0: as the case has them
+            lens = case.lens if length == 0 else torch.full_like(full, length)
+            required = {"sampled": case.run(lens=lens), "greedy": accept_greedy(case.tokens, best, lens)}
+            for name, outcome in whole.items():
+                found = cut(outcome, lens)
+                _committed_equal(found, required[name], f"{name}, window {length}, seed {seed}")
+                for field in fields(AcceptResult):
+                    assert getattr(found, field.name).dtype == getattr(outcome, field.name).dtype, field.name
+                if length == gamma + 1:
+                    _committed_equal(found, outcome, f"{name}, uncut")
+
+
+def test_padding_of_a_captured_batch_commits_nothing() -> None:
+    """Requests with a window of 0 rows, whatever they hold, before, between and after the others."""
+    case = _case(7, 3, 5, seed=13)
+    live = torch.tensor([False, True, True, False, True, True, False])
+    case.lens = torch.where(live, case.lens, 0).to(torch.int32)
+    case.p[~live], case.q[~live] = torch.nan, torch.nan
+    rows, index = _packed(case.p, case.lens, 2, torch.nan)
+    best = torch.where(case.tokens % 2 == 0, case.tokens, 0)
+    best = torch.cat([best, best[:, :1]], dim=1)
+    whole = case.run(lens=torch.where(live, 4, 0).to(torch.int32))
+    chosen = Case(*(getattr(case, field.name)[live] for field in fields(Case)))
+    for name, found, required in (
+        ("sampled", case.run(p=rows, index=index), chosen.run()),
+        ("greedy", accept_greedy(case.tokens, best, case.lens), accept_greedy(chosen.tokens, best[live], chosen.lens)),
+        ("cut", cut(whole, case.lens), chosen.run()),
+    ):
+        assert found.committed[~live].tolist() == found.accepted[~live].tolist() == [0, 0, 0], name
+        _committed_equal(AcceptResult(*(getattr(found, f.name)[live] for f in fields(found))), required, name)
+        assert bool(((found.next_anchor >= 0) & (found.next_anchor < 5)).all()), f"{name}: next anchors index safely"
 
 
 def test_select_joins_row_by_row() -> None:

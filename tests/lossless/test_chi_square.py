@@ -148,7 +148,7 @@ class OwnRule(Step):
     """The acceptance rule put together from its parts, so that a fault can replace one of them."""
 
     def weights(self, accepted: torch.Tensor, q: torch.Tensor, p: torch.Tensor) -> torch.Tensor:
-        return residual_weights(accepted, q, p)
+        return residual_weights(accepted, q, p[torch.arange(p.shape[0]), accepted])
 
     def purposes(self) -> tuple[Purpose, Purpose]:
         return Purpose.ACCEPT, Purpose.RESIDUAL

@@ -78,9 +78,10 @@ def outcomes(
     ratio = (p[:, :gamma] / q).gather(-1, drafts[..., None]).squeeze(-1).clamp(max=1).nan_to_num()
     mass = mass * torch.where(passed, ratio, 1 - ratio).prod(-1)
     accepted = _accepted(passed, lens - 1 if bonus_at_cut else lens)
-    weights = residual_weights(accepted, q, p)
+    last = p[torch.arange(len(p)), accepted]
+    weights = residual_weights(accepted, q, last)
     if bonus_at_cut:
-        weights = torch.where((accepted == lens - 1)[:, None], p[torch.arange(len(p)), accepted], weights)
+        weights = torch.where((accepted == lens - 1)[:, None], last, weights)
     weights = weights / weights.sum(-1, keepdim=True)
     found: dict[tuple[Text, Text], float] = defaultdict(float)
     for token in range(world.vocab):

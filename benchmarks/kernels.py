@@ -1,0 +1,305 @@
+"""Time of every Triton kernel and of its torch reference on a GPU, side by side.
+
+    python -m benchmarks.kernels [--requests 1 8 32 64 128 256] [--only allocate accept] [--out result.json]
+
+Both arms compute the same thing into the same buffers from the same inputs; each is captured as a CUDA graph of several
+calls and replayed, so that neither pays for its launches, and timed with CUDA events around the replay. A buffer larger
+than the L2 cache is written before every replay. Microseconds per call: median, and the 10th and 90th percentile. The
+``reference`` arm of ``eager`` rows cannot be captured and is timed as it runs. ``floor`` is the time that the bytes of
+the inputs and outputs take at ``--bandwidth``. On a CPU there is nothing to time: ``--dry-run`` checks the cases on
+small shapes with the references. The last line is JSON.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from benchmarks import machine
+from dspark.kernels import triton_accept_greedy as accept_greedy
+from dspark.kernels import triton_accept_sample as accept_sample
+from dspark.kernels import triton_allocate, triton_markov, triton_pack, triton_scan
+from dspark.kernels.distribution import Distribution
+from dspark.kernels.triton_scan import TILE, Softmax, TileBuffers
+from dspark.types import SamplingRows
+
+CALLS = 5  # per graph; more would let the reference's buffers, fewer the replay, weigh in
+FLUSH_BYTES = 256 << 20
+
+
+@dataclass(frozen=True)
+class Shapes:
+    """Sizes of one row of the table."""
+
+    requests: int
+    gamma: int
+    vocab: int
+    rank: int
+    tile: int  # columns of a program where rows are scanned
+    markov_tile: int  # columns of a program of the sequential stage
+    device: str
+
+
+@dataclass(frozen=True)
+class Case:
+    """Two ways to do one thing."""
+
+    name: str
+    kernel: Callable[[], None]
+    reference: Callable[[], None]
+    bytes_moved: int
+
+
+def size_of(*tensors: torch.Tensor) -> int:
+    """Bytes of all elements."""
+    return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
+
+
+def empty(shapes: Shapes, *shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    """A buffer on the device."""
+    return torch.empty(shape, dtype=dtype, device=shapes.device)
+
+
+def randint(shapes: Shapes, high: int, *shape: int) -> torch.Tensor:
+    """[...] int64 below ``high``."""
+    return torch.randint(high, shape, device=shapes.device)
+
+
+def randn(shapes: Shapes, *shape: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
+    """Normal numbers: never zeros, on which a GPU runs faster."""
+    return torch.randn(shape, device=shapes.device).to(dtype)
+
+
+def sampling(shapes: Shapes, greedy: bool) -> SamplingRows:
+    """A batch of greedy or of sampled requests."""
+    requests = shapes.requests
+    ones = torch.ones(requests, device=shapes.device)
+    flags = torch.full((requests,), greedy, device=shapes.device)
+    seeds = randint(shapes, 1 << 62, requests)
+    return SamplingRows(0.8 * ones, ones, ones, 0 * ones, flags, seeds, greedy, greedy, filters=False)
+
+
+def both(module: Any, name: str, *args: Any, **tiles: int) -> tuple[Callable[[], None], Callable[[], None]]:
+    """The kernel (on a GPU; elsewhere the public function) and the reference, with their arguments."""
+    stem = name.removesuffix("_into")
+    public, kernel, reference = (getattr(module, each) for each in (name, f"{stem}_triton", f"{stem}_reference"))
+    if torch.cuda.is_available():
+        return lambda: kernel(*args, **tiles), lambda: reference(*args)
+    return lambda: public(*args), lambda: reference(*args)
+
+
+def allocate_case(shapes: Shapes) -> Case:
+    """Half of the drafts."""
+    requests, gamma = shapes.requests, shapes.gamma
+    confidence = torch.rand(requests, gamma, device=shapes.device).sqrt()
+    budget = torch.full((1,), requests * gamma // 2, dtype=torch.int32, device=shapes.device)
+    lens, offsets = (empty(shapes, requests + extra, dtype=torch.int32) for extra in (0, 1))
+    survival = empty(shapes, requests, gamma)
+    arms = both(triton_allocate, "allocate_lengths", confidence, budget, lens, offsets, survival)
+    return Case("allocate", *arms, size_of(confidence, lens, offsets, survival))
+
+
+def pack_case(shapes: Shapes) -> Case:
+    """Windows of every length."""
+    requests, window = shapes.requests, shapes.gamma + 1
+    lens = (1 + torch.arange(requests, device=shapes.device) % window).to(torch.int32)
+    offsets = torch.zeros(requests + 1, dtype=torch.int32, device=shapes.device)
+    offsets[1:] = lens.cumsum(0)
+    out = triton_pack.PackedInputs.empty(lens, window, requests * window)
+    table = randint(shapes, 1 << 30, requests + 5, 4096).to(torch.int32)
+    anchors, lengths = randint(shapes, shapes.vocab, requests), randint(shapes, 4000, requests)
+    drafts, rows = randint(shapes, shapes.vocab, requests, shapes.gamma), torch.arange(requests, device=shapes.device)
+    arms = both(triton_pack, "pack_windows", anchors, drafts, lengths, table, rows, offsets, out)
+    written = size_of(out.ids, out.positions, out.slots, out.rows.request, out.rows.column, out.rows.index)
+    return Case("pack", *arms, written)
+
+
+def scan_case(shapes: Shapes, statistics: bool) -> Case:
+    """A full window of target rows."""
+    rows = shapes.requests * (shapes.gamma + 1)
+    logits, tokens = randn(shapes, rows, shapes.vocab), empty(shapes, rows, dtype=torch.int64)
+    tiles = TileBuffers.empty(rows, shapes.vocab, shapes.tile, shapes.device)
+    temperature = torch.full((shapes.requests,), 0.8, device=shapes.device)
+    softmax = Softmax(temperature, None, empty(shapes, rows), empty(shapes, rows)) if statistics else None
+    arms = both(triton_scan, "scan_rows", logits, tokens, tiles, softmax, tile=shapes.tile)
+    return Case("scan + statistics" if statistics else "scan", *arms, size_of(logits, tokens))
+
+
+def markov_case(shapes: Shapes, greedy: bool) -> Case:
+    """One position with W2 in bfloat16."""
+    requests, vocab = shapes.requests, shapes.vocab
+    base, w1, w2 = (randn(shapes, n, d) for n, d in ((requests, vocab), (vocab, shapes.rank), (vocab, shapes.rank)))
+    out = triton_markov.MarkovRow(empty(shapes, requests, dtype=torch.int64))
+    if not greedy:
+        logits, tops, totals = empty(shapes, requests, vocab), empty(shapes, requests), empty(shapes, requests)
+        out = triton_markov.MarkovRow(out.tokens, logits, tops, totals)
+    tiles = TileBuffers.empty(requests, vocab, shapes.markov_tile, shapes.device)
+    rows, previous = sampling(shapes, greedy), randint(shapes, vocab, requests)
+    positions, extra = torch.arange(requests, device=shapes.device), {"tile": shapes.markov_tile}
+    arms = both(triton_markov, "markov_sample", base, w2, w1, previous, rows, positions, 1, out, tiles, **extra)
+    moved = size_of(base, w2) + (0 if out.logits is None else size_of(out.logits))
+    return Case("markov greedy" if greedy else "markov sampled", *arms, moved)
+
+
+def accept_greedy_case(shapes: Shapes) -> Case:
+    """Drafts that agree half of the time."""
+    requests, window = shapes.requests, shapes.gamma + 1
+    drafts, best = randint(shapes, 2, requests, shapes.gamma), randint(shapes, 2, requests * window)
+    lens = torch.full((requests,), window, dtype=torch.int32, device=shapes.device)
+    out = accept_greedy.empty_result(requests, window, shapes.device)
+    arms = both(accept_greedy, "accept_greedy_into", drafts, best, lens, out)
+    return Case("accept greedy", *arms, size_of(drafts, best, lens, out.tokens))
+
+
+def accept_sample_case(shapes: Shapes) -> Case:
+    """Full windows, p and q as logits with statistics, drafts likely under both."""
+    requests, gamma, vocab = shapes.requests, shapes.gamma, shapes.vocab
+    rows = requests * (gamma + 1)
+    p_logits, q_logits = randn(shapes, rows, vocab), randn(shapes, requests, gamma, vocab, dtype=torch.float32)
+    drafts = q_logits.argmax(dim=-1)
+    p_logits.view(requests, gamma + 1, vocab)[:, :gamma].scatter_(-1, drafts[..., None], 4.0)
+    temperature = torch.full((requests,), 0.8, device=shapes.device)
+    p_parts, tokens = [empty(shapes, rows) for _ in range(2)], empty(shapes, rows, dtype=torch.int64)
+    q_parts = [empty(shapes, requests * gamma) for _ in range(2)]
+    for logits, parts in ((p_logits, p_parts), (q_logits.view(-1, vocab), q_parts)):
+        tiles = TileBuffers.empty(logits.shape[0], vocab, TILE, shapes.device)
+        triton_scan.scan_rows(logits, tokens[: logits.shape[0]], tiles, Softmax(temperature, None, *parts))
+    inputs = accept_sample.AcceptInputs(
+        drafts,
+        torch.full((requests,), gamma + 1, dtype=torch.int32, device=shapes.device),
+        Distribution(p_logits, *p_parts),
+        Distribution(q_logits, *(part.view(requests, gamma) for part in q_parts)),
+        temperature,
+        randint(shapes, 1 << 62, requests),
+        torch.arange(requests, device=shapes.device),
+    )
+    out = accept_greedy.empty_result(requests, gamma + 1, shapes.device)
+    tiles = TileBuffers.empty(requests, vocab, shapes.tile, shapes.device)
+    arms = both(accept_sample, "accept_sample_into", inputs, out, tiles, tile=shapes.tile)
+    return Case("accept sampled", *arms, requests * vocab * (2 + 4))
+
+
+CASES: dict[str, Callable[[Shapes], Case]] = {
+    "allocate": allocate_case,
+    "pack": pack_case,
+    "scan": lambda shapes: scan_case(shapes, statistics=False),
+    "scan-statistics": lambda shapes: scan_case(shapes, statistics=True),
+    "markov-greedy": lambda shapes: markov_case(shapes, greedy=True),
+    "markov-sampled": lambda shapes: markov_case(shapes, greedy=False),
+    "accept-greedy": accept_greedy_case,
+    "accept-sampled": accept_sample_case,
+}
+
+
+def replayed(call: Callable[[], None]) -> tuple[Callable[[], None], int, bool]:
+    """How to run a call many times: (run, calls in a run, whether it is a graph)."""
+    for _ in range(3):
+        call()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    try:
+        with torch.cuda.graph(graph):
+            for _ in range(CALLS):
+                call()
+    except RuntimeError:  # something in it waits for the device
+        torch.cuda.synchronize()
+        return call, 1, False
+    return graph.replay, CALLS, True
+
+
+def timed(call: Callable[[], None], rounds: int, flush: torch.Tensor) -> dict[str, Any]:
+    """Microseconds per call."""
+    run, calls, is_graph = replayed(call)
+    times = []
+    for _ in range(rounds):
+        flush.add_(1)
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        start.record()
+        run()
+        end.record()
+        end.synchronize()
+        times.append(start.elapsed_time(end) * 1e3 / calls)
+    times.sort()
+    low, median, high = (times[int(share * (len(times) - 1))] for share in (0.1, 0.5, 0.9))
+    return {"median": round(median, 2), "p10": round(low, 2), "p90": round(high, 2), "graph": is_graph}
+
+
+def measure(name: str, shapes: Shapes, args: argparse.Namespace, flush: torch.Tensor | None) -> dict[str, Any]:
+    """One row of the table; without a GPU both arms only run."""
+    case = CASES[name](shapes)
+    row: dict[str, Any] = {"kernel": name, **{key: value for key, value in vars(shapes).items() if key != "device"}}
+    row["floor_us"] = round(case.bytes_moved / args.bandwidth / 1e6, 2)
+    if flush is None:
+        case.kernel()
+        case.reference()
+        return row | {"kernel_us": None, "reference_us": None, "ratio": None}
+    row["kernel_us"] = timed(case.kernel, args.rounds, flush)
+    assert row["kernel_us"]["graph"], f"{name} cannot be captured: something in it waits for the device"
+    row["reference_us"] = timed(case.reference, max(args.rounds // 4, 5), flush)
+    row["ratio"] = round(row["reference_us"]["median"] / row["kernel_us"]["median"], 2)
+    return row
+
+
+def show(row: dict[str, Any]) -> None:
+    """One line of the table."""
+    cells = "not timed"
+    if row["kernel_us"] is not None:
+        kernel, reference = row["kernel_us"], row["reference_us"]
+        eager = "" if reference["graph"] else " eager"
+        cells = (
+            f"{kernel['median']:9.1f} ({kernel['p10']:.1f} to {kernel['p90']:.1f}) "
+            f"{reference['median']:10.1f}{eager} {row['ratio']:7.1f}x"
+        )
+    print(
+        f"{row['kernel']:16} R {row['requests']:>4} V {row['vocab']:>7} floor {row['floor_us']:8.1f} {cells}",
+        flush=True,
+    )
+
+
+def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
+    """Measure, print a table, and the result as the last line."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--requests", type=int, nargs="+", default=[1, 8, 32, 64, 128, 256])
+    parser.add_argument("--gamma", type=int, default=7)
+    parser.add_argument("--vocab", type=int, default=151_936)
+    parser.add_argument("--rank", type=int, default=256)
+    parser.add_argument("--tile", type=int, default=TILE, help="columns of a program of scan and accept")
+    parser.add_argument("--markov-tile", type=int, default=triton_markov.TILE, help="columns of a program of markov")
+    parser.add_argument("--rounds", type=int, default=100)
+    parser.add_argument("--only", nargs="+", choices=CASES, default=list(CASES))
+    parser.add_argument("--bandwidth", type=float, default=4.2, help="TB/s, for the floor")
+    parser.add_argument("--dry-run", action="store_true", help="run every case once on small shapes, time nothing")
+    parser.add_argument("--out", type=Path)
+    args = parser.parse_args(argv)
+    on_gpu = torch.cuda.is_available()
+    if args.dry_run:
+        args.requests, args.vocab, args.rank = [3], 37, 8
+    elif not on_gpu:
+        parser.error("found no GPU, and only a GPU can be timed; --dry-run checks the cases")
+    flush = torch.zeros(FLUSH_BYTES, dtype=torch.uint8, device="cuda") if on_gpu and not args.dry_run else None
+    rows = []
+    for name in args.only:
+        for requests in args.requests:
+            sizes = (requests, args.gamma, args.vocab, args.rank, args.tile, args.markov_tile)
+            shapes = Shapes(*sizes, device="cuda" if on_gpu else "cpu")
+            try:
+                rows.append(measure(name, shapes, args, flush))
+            except torch.cuda.OutOfMemoryError:
+                print(f"{name} R {requests}: the reference needs more memory than there is; left out")
+                continue
+            show(rows[-1])
+    result = {"benchmark": "kernels", "dry_run": args.dry_run, "rows": rows, "machine": machine.describe()}
+    if args.out is not None:
+        args.out.write_text(json.dumps(result, indent=1) + "\n")
+    print(json.dumps(result))
+    return result
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,191 @@
+"""Greedy acceptance into given buffers, and how every kernel of acceptance commits.
+
+The rule is that of ``dspark.kernels.accept``; two things come on top, because a captured graph needs them: a request
+with no verified row (a padded slot) commits nothing, and the outcome of the uncut window is counted in the same pass.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+
+from dspark.kernels.accept import accept_greedy
+from dspark.kernels.triton_jit import ceil_div, dense, jit, power_of_two, tl
+from dspark.types import AcceptResult
+
+_BLOCK = 32
+
+
+class Chains(NamedTuple):
+    """Drafts and windows of a batch as kernels see them."""
+
+    drafts: Any
+    draft_stride: Any
+    draft_step: Any
+    lens: Any
+    index: Any
+    requests: Any
+    gamma: Any
+
+
+class Committed(NamedTuple):
+    """Outputs as kernels see them."""
+
+    accepted: Any
+    committed: Any
+    tokens: Any
+    next_anchor: Any
+    ceiling: Any
+
+
+def empty_result(requests: int, window: int, device: torch.device | str) -> AcceptResult:
+    """Buffers of ``AcceptResult``, contents unspecified."""
+    accepted, committed = (torch.empty(requests, dtype=torch.int32, device=device) for _ in range(2))
+    tokens = torch.empty(requests, window, dtype=torch.int64, device=device)
+    return AcceptResult(accepted, committed, tokens, torch.empty(requests, dtype=torch.int64, device=device))
+
+
+def chains_of(drafts: torch.Tensor, lens: torch.Tensor, index: torch.Tensor | None) -> Chains:
+    """Arguments of a kernel; ``index`` is only read where it is given."""
+    assert dense(lens, index)
+    requests, gamma = drafts.shape
+    return Chains(drafts, drafts.stride(0), drafts.stride(1), lens, lens if index is None else index, requests, gamma)
+
+
+def committed_of(out: AcceptResult, ceiling: torch.Tensor | None) -> Committed:
+    """Arguments of a kernel; ``ceiling`` is only written where it is given."""
+    assert dense(out.accepted, out.committed, out.tokens, out.next_anchor, ceiling)
+    counts = out.accepted if ceiling is None else ceiling
+    return Committed(out.accepted, out.committed, out.tokens, out.next_anchor, counts)
+
+
+@jit
+def drafts_at(chains, request, column):
+    """Draft tokens [N, C] at [N] requests and [1, C] columns; 0 outside of the block."""
+    mask = (request < chains.requests)[:, None] & (column >= 0) & (column < chains.gamma)
+    at = chains.drafts + request.to(tl.int64)[:, None] * chains.draft_stride + column * chains.draft_step
+    return tl.load(at, mask=mask, other=0)
+
+
+@jit
+def rows_at(chains, request, column, PACKED: tl.constexpr):
+    """Row of the target, int64, of each place ([N] requests, [N] or [N, 1] against [1, C]); the places are inside."""
+    place = request.to(tl.int64) * (chains.gamma + 1) + column
+    if PACKED:
+        place = tl.load(chains.index + place, mask=(request < chains.requests) & (column <= chains.gamma), other=0)
+    return place
+
+
+@jit
+def chain_end(passed, column, tested, COLS: tl.constexpr):
+    """[N] int32: tests of [N, COLS] passed before the first that failed, of the first ``tested`` [N]."""
+    return tl.min(tl.where(passed & (column < tested[:, None]), COLS, column), axis=1)
+
+
+@jit
+def commit(chains, out, request, length, accepted, replacement, COLS: tl.constexpr):
+    """Store what [N] requests commit: drafts, then the replacement, cut at the window."""
+    known = request < chains.requests
+    committed = tl.minimum(accepted + 1, length)
+    column = tl.arange(0, COLS)[None, :]
+    replaced = (column == accepted[:, None]) | (column == chains.gamma)
+    tokens = tl.where(replaced, replacement[:, None], drafts_at(chains, request, column))
+    at = out.tokens + request.to(tl.int64)[:, None] * (chains.gamma + 1) + column
+    tl.store(at, tokens, mask=known[:, None] & (column <= chains.gamma))
+    tl.store(out.accepted + request, accepted, mask=known)
+    tl.store(out.committed + request, committed, mask=known)
+    last = tl.sum(tl.where(column == committed[:, None] - 1, tokens, 0), axis=1)
+    tl.store(out.next_anchor + request, last, mask=known)
+
+
+@jit
+def _greedy_kernel(
+    chains, best_ptr, out, PACKED: tl.constexpr, CEILING: tl.constexpr, BLOCK: tl.constexpr, COLS: tl.constexpr
+):
+    request = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    known, column = request < chains.requests, tl.arange(0, COLS)[None, :]
+    length = tl.load(chains.lens + request, mask=known, other=0)
+    row = rows_at(chains, request[:, None], column, PACKED)
+    best = tl.load(best_ptr + row, mask=known[:, None] & (column < chains.gamma), other=-1)
+    passed = drafts_at(chains, request, column) == best
+    accepted = chain_end(passed, column, tl.minimum(length, chains.gamma), COLS)
+    if CEILING:
+        uncut = chain_end(passed, column, length * 0 + chains.gamma, COLS)
+        tl.store(out.ceiling + request, tl.where(length > 0, uncut + 1, 0), mask=known)
+    end = tl.load(best_ptr + rows_at(chains, request, accepted, PACKED), mask=known & (length > 0), other=0)
+    commit(chains, out, request, length, accepted, end, COLS)
+
+
+def accept_greedy_into(
+    drafts: torch.Tensor,
+    best: torch.Tensor,
+    lens: torch.Tensor,
+    out: AcceptResult,
+    index: torch.Tensor | None = None,
+    ceiling: torch.Tensor | None = None,
+) -> None:
+    """Accept drafts while they equal the target's own choice.
+
+    Nothing is allocated and nothing waits for the device, so a captured graph can run it.
+
+    Args:
+        drafts: [R, G] int64, any strides.
+        best: [N] int64, contiguous, arg max of every forwarded row (``scan_rows``).
+        lens: [R] int32, verified rows per request, 1..G+1; 0 for a padded one, which commits nothing.
+        out: buffers (``empty_result``); ``tokens`` past ``committed`` are unspecified.
+        index: [R, G + 1] int64, the row of each place if rows are packed; None: request after request.
+        ceiling: [R] int32 out, what an uncut window would have committed, if all its rows were forwarded; 0 if padded.
+    """
+    launch = accept_greedy_triton if drafts.is_cuda else accept_greedy_reference
+    launch(drafts, best, lens, out, index, ceiling)
+
+
+def accept_greedy_reference(
+    drafts: torch.Tensor,
+    best: torch.Tensor,
+    lens: torch.Tensor,
+    out: AcceptResult,
+    index: torch.Tensor | None = None,
+    ceiling: torch.Tensor | None = None,
+) -> None:
+    """``accept_greedy_into`` in torch."""
+    requests, gamma = drafts.shape
+    rows = best.view(requests, gamma + 1) if index is None else best[index]
+    store_result(accept_greedy(drafts, rows, lens), lens, out)
+    if ceiling is not None:
+        ceiling.copy_(accept_greedy(drafts, rows, torch.where(lens > 0, gamma + 1, 0).to(torch.int32)).committed)
+
+
+def store_result(found: AcceptResult, lens: torch.Tensor, out: AcceptResult) -> None:
+    """Copy a result; the anchor of padded requests, which commit nothing, is token 0."""
+    out.accepted.copy_(found.accepted)
+    out.committed.copy_(found.committed)
+    out.tokens.copy_(found.tokens)
+    out.next_anchor.copy_(found.next_anchor.masked_fill(lens == 0, 0))
+
+
+def accept_greedy_triton(
+    drafts: torch.Tensor,
+    best: torch.Tensor,
+    lens: torch.Tensor,
+    out: AcceptResult,
+    index: torch.Tensor | None = None,
+    ceiling: torch.Tensor | None = None,
+) -> None:
+    """``accept_greedy_into`` in one launch."""
+    requests, gamma = drafts.shape
+    assert dense(best)
+    if requests == 0:
+        return
+    block = min(_BLOCK, power_of_two(requests))
+    _greedy_kernel[(ceil_div(requests, block),)](
+        chains_of(drafts, lens, index),
+        best,
+        committed_of(out, ceiling),
+        PACKED=index is not None,
+        CEILING=ceiling is not None,
+        BLOCK=block,
+        COLS=power_of_two(gamma + 1),
+        num_warps=1,
+    )

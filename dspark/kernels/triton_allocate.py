@@ -1,0 +1,164 @@
+"""Verify lengths and row offsets from the confidences, in one launch of one program.
+
+Every draft gets a key of its own: the bits of its survival (which order as integers, being floats in [0, 1]), then the
+complement of its place when drafts are listed position by position. So no two keys are equal, ties are already in the
+order of the rule, and the K-th largest key is found bit by bit: a key is at least the threshold exactly if its draft
+is one of the K. Counting is all that happens, so the result does not depend on rounding or on the launch.
+
+Source: DSpark paper, sections 3.2 and 5.2; the rule is that of ``dspark.kernels.allocate``.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from dspark.kernels.allocate import allocate, survival_of
+from dspark.kernels.triton_jit import constant, dense, jit, power_of_two, tl
+
+MAX_REQUESTS, MAX_GAMMA = 1024, 16
+_PLACE_BITS = constant(14)  # places below 1024 * 16
+_LAST_PLACE = constant((1 << 14) - 1)
+_KEY_BITS = constant(30 + 14)  # the bits of 1.0 fit in 30
+
+
+@jit
+def _survival_keys(
+    confidence_ptr,
+    survival_ptr,
+    row_stride,
+    column_stride,
+    live,
+    requests,
+    gamma,
+    ROWS: tl.constexpr,
+    COLS: tl.constexpr,
+):
+    """[ROWS, COLS] int64 keys of the live requests' drafts, -1 elsewhere; stores the survivals on the way."""
+    row, column = tl.arange(0, ROWS), tl.arange(0, COLS)
+    keys = tl.full((ROWS, COLS), -1, tl.int64)
+    product = tl.full((ROWS,), 1.0, tl.float64)  # as torch accumulates on a CPU
+    offset = row.to(tl.int64) * row_stride
+    for k in range(gamma):
+        confidence = tl.load(confidence_ptr + offset + k * column_stride, mask=row < requests, other=0.0)
+        confidence = confidence.to(tl.float32)
+        product *= tl.where((confidence >= 0) & (confidence <= 1), confidence, 0.0).to(tl.float64)  # False for NaN
+        running = product.to(tl.float32)
+        tl.store(survival_ptr + row * gamma + k, running, mask=row < requests)
+        bits = (running.to(tl.int32, bitcast=True) & 0x7FFFFFFF).to(tl.int64)  # a confidence of -0 is 0
+        key = (bits << _PLACE_BITS) | ((k * requests + row) ^ _LAST_PLACE)
+        keys = tl.where((column[None, :] == k) & live[:, None], key[:, None], keys)
+    return keys
+
+
+@jit
+def _allocate_kernel(
+    confidence_ptr,
+    budget_ptr,
+    live_ptr,
+    lens_ptr,
+    offsets_ptr,
+    survival_ptr,
+    row_stride,
+    column_stride,
+    requests,
+    gamma,
+    HAS_LIVE: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLS: tl.constexpr,
+):
+    row = tl.arange(0, ROWS)
+    live = row < requests
+    if HAS_LIVE:
+        live = live & (tl.load(live_ptr + row, mask=live, other=0).to(tl.int32) != 0)
+    drafts = tl.sum(live.to(tl.int32), axis=0) * gamma
+    budget = tl.minimum(tl.maximum(tl.load(budget_ptr), 0), drafts).to(tl.int32)
+    keys = _survival_keys(confidence_ptr, survival_ptr, row_stride, column_stride, live, requests, gamma, ROWS, COLS)
+    threshold = tl.full((), 0, tl.int64)
+    for step in range(_KEY_BITS):
+        candidate = threshold | (tl.full((), 1, tl.int64) << (_KEY_BITS - 1 - step))
+        count = tl.sum((keys >= candidate).to(tl.int32))
+        threshold = tl.where(count >= budget, candidate, threshold)
+    picked = (keys >= threshold) & (budget > 0)
+    lens = tl.where(live, 1 + tl.sum(picked.to(tl.int32), axis=1), 0)
+    tl.store(lens_ptr + row, lens, mask=row < requests)
+    tl.store(offsets_ptr + row + 1, tl.cumsum(lens, axis=0), mask=row < requests)
+    tl.store(offsets_ptr, 0)
+
+
+def allocate_lengths(
+    confidence: torch.Tensor,
+    budget: torch.Tensor,
+    lens: torch.Tensor,
+    offsets: torch.Tensor,
+    survival: torch.Tensor,
+    live: torch.Tensor | None = None,
+) -> None:
+    """Verify the ``budget`` drafts of largest survival; ties go to the lower position, then to the lower request.
+
+    Nothing is allocated and nothing waits for the device, so a captured graph can run it.
+
+    Args:
+        confidence: [R, G] floating point, any strides; NaN and values outside [0, 1] count as 0.
+        budget: [1] int32 or int64, K on the device of ``confidence``, clipped to the drafts there are.
+        lens: [R] int32 out, verify lengths 1..G+1, anchor included; 0 for padded requests.
+        offsets: [R + 1] int32 out, first row of each request when windows are packed, then their sum.
+        survival: [R, G] float32 out, contiguous: products of the confidences from the left.
+        live: [R] bool, False for padded requests, which get no rows at all; None: all are real.
+
+    Raises:
+        ValueError: more than 1,024 requests or 16 drafts (one program holds all keys).
+    """
+    requests, gamma = confidence.shape
+    if requests > MAX_REQUESTS or gamma > MAX_GAMMA:
+        raise ValueError(
+            f"found {requests} requests of {gamma} drafts; one program holds {MAX_REQUESTS} of {MAX_GAMMA} at most"
+        )
+    launch = allocate_lengths_triton if confidence.is_cuda else allocate_lengths_reference
+    launch(confidence, budget, lens, offsets, survival, live)
+
+
+def allocate_lengths_reference(
+    confidence: torch.Tensor,
+    budget: torch.Tensor,
+    lens: torch.Tensor,
+    offsets: torch.Tensor,
+    survival: torch.Tensor,
+    live: torch.Tensor | None = None,
+) -> None:
+    """``allocate_lengths`` in torch."""
+    requests, gamma = confidence.shape
+    survival.copy_(survival_of(confidence))
+    drafts = requests * gamma if live is None else live.sum() * gamma
+    lens.copy_(allocate(survival, budget.clamp(min=0).clamp(max=drafts), live))
+    offsets[:1] = 0
+    offsets[1:] = lens.cumsum(0)
+
+
+def allocate_lengths_triton(
+    confidence: torch.Tensor,
+    budget: torch.Tensor,
+    lens: torch.Tensor,
+    offsets: torch.Tensor,
+    survival: torch.Tensor,
+    live: torch.Tensor | None = None,
+) -> None:
+    """``allocate_lengths`` as one program."""
+    requests, gamma = confidence.shape
+    rows, columns = power_of_two(requests), power_of_two(gamma)
+    assert dense(survival, lens, offsets, live)
+    _allocate_kernel[(1,)](
+        confidence,
+        budget,
+        budget if live is None else live,
+        lens,
+        offsets,
+        survival,
+        confidence.stride(0),
+        confidence.stride(1),
+        requests,
+        gamma,
+        HAS_LIVE=live is not None,
+        ROWS=rows,
+        COLS=columns,
+        num_warps=min(16, max(4, rows * columns // 512)),
+    )

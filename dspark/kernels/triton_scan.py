@@ -1,0 +1,182 @@
+"""One pass over rows of logits: arg max, and the statistics of softmax(logits / temperature).
+
+The rows are cut into tiles that fill the machine even when there are few rows; a second, small launch joins the tiles.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+
+from dspark.kernels.triton_jit import ceil_div, dense, jit, power_of_two, tl
+from dspark.kernels.triton_noise import column_of, value_keys
+
+TILE = 4096
+
+
+@dataclass(frozen=True)
+class TileBuffers:
+    """What tiles leave for the launch that joins them; one set serves every launch of a stream."""
+
+    keys: torch.Tensor  # [N, B] int64
+    tops: torch.Tensor  # [N, B] float32
+    totals: torch.Tensor  # [N, B] float32
+
+    @classmethod
+    def empty(cls, rows: int, vocab: int, tile: int, device: torch.device | str) -> TileBuffers:
+        """Buffers for N rows in B = ceil(V / tile) tiles."""
+        shape = (rows, ceil_div(vocab, tile))
+        statistics = [torch.empty(shape, dtype=torch.float32, device=device) for _ in range(2)]
+        return cls(torch.empty(shape, dtype=torch.int64, device=device), *statistics)
+
+
+class Tiles(NamedTuple):
+    """``TileBuffers`` as a kernel sees them."""
+
+    keys: Any
+    tops: Any
+    totals: Any
+    count: Any
+
+
+class _Logits(NamedTuple):
+    data: Any
+    row_stride: Any
+    step: Any
+    temperature: Any
+    request: Any
+    vocab: Any
+
+
+class _Found(NamedTuple):
+    tokens: Any
+    tops: Any
+    totals: Any
+
+
+@jit
+def tile_statistics(scaled, axis: tl.constexpr):
+    """Largest value and sum of exponentials relative to it along ``axis``; -inf and 0 if there is nothing but -inf."""
+    top = tl.max(scaled, axis=axis)
+    finite = tl.where(top == -float("inf"), 0.0, top)
+    return top, tl.sum(tl.exp(scaled - tl.expand_dims(finite, axis)), axis=axis)
+
+
+@jit
+def join_statistics(tops, totals):
+    """Statistics of a row from those of its tiles [B]."""
+    top = tl.max(tops, axis=0)
+    return top, tl.sum(totals * tl.exp(tops - top), axis=0)
+
+
+@jit
+def load_tiles(tiles, row, SCALED: tl.constexpr, COUNT: tl.constexpr):
+    """Keys, tops and totals [COUNT] of the tiles of one row, neutral past the last; zeros if not ``SCALED``."""
+    tile = tl.arange(0, COUNT)
+    at, mask = row.to(tl.int64) * tiles.count + tile, tile < tiles.count
+    keys = tl.load(tiles.keys + at, mask=mask, other=-0x8000000000000000)
+    tops = tl.zeros((COUNT,), tl.float32)
+    totals = tops
+    if SCALED:
+        tops = tl.load(tiles.tops + at, mask=mask, other=-float("inf"))
+        totals = tl.load(tiles.totals + at, mask=mask, other=0.0)
+    return keys, tops, totals
+
+
+@jit
+def _scan_kernel(logits, tiles, SCALED: tl.constexpr, PACKED: tl.constexpr, WINDOW: tl.constexpr, TILE: tl.constexpr):
+    row, tile = tl.program_id(0), tl.program_id(1)
+    column = tile * TILE + tl.arange(0, TILE)
+    inside = column < logits.vocab
+    start = logits.data + row.to(tl.int64) * logits.row_stride
+    values = tl.load(start + column.to(tl.int64) * logits.step, mask=inside, other=-float("inf")).to(tl.float32)
+    keys = tl.where(inside, value_keys(values, column), -0x8000000000000000)
+    at = row.to(tl.int64) * tiles.count + tile
+    tl.store(tiles.keys + at, tl.max(keys, axis=0))
+    if SCALED:
+        request = row // WINDOW
+        if PACKED:
+            request = tl.load(logits.request + row).to(tl.int32)
+        top, total = tile_statistics(tl.div_rn(values, tl.load(logits.temperature + request)), 0)
+        tl.store(tiles.tops + at, top)
+        tl.store(tiles.totals + at, total)
+
+
+@jit
+def _join_kernel(tiles, found, SCALED: tl.constexpr, COUNT: tl.constexpr):
+    row = tl.program_id(0)
+    keys, tops, totals = load_tiles(tiles, row, SCALED, COUNT)
+    tl.store(found.tokens + row, column_of(tl.max(keys, axis=0)))
+    if SCALED:
+        top, total = join_statistics(tops, totals)
+        tl.store(found.tops + row, top)
+        tl.store(found.totals + row, total)
+
+
+@dataclass(frozen=True)
+class Softmax:
+    """How rows of logits become probabilities, and where the statistics for it go."""
+
+    temperature: torch.Tensor  # [R] float32, of each request
+    request: torch.Tensor | None  # [N] int64, request of each row; None: N / R rows each, request after request
+    tops: torch.Tensor  # [N] float32 out, largest logit / temperature
+    totals: torch.Tensor  # [N] float32 out, sum of exp(logit / temperature - top)
+
+    def row_temperature(self, rows: int) -> torch.Tensor:
+        """[N] temperature of each of N rows."""
+        if self.request is not None:
+            return self.temperature[self.request]
+        return self.temperature.repeat_interleave(rows // max(self.temperature.shape[0], 1))
+
+
+def scan_rows(logits: torch.Tensor, tokens: torch.Tensor, tiles: TileBuffers, softmax: Softmax | None = None) -> None:
+    """Arg max of every row, and what its softmax needs, in one pass.
+
+    Nothing is allocated and nothing waits for the device, so a captured graph can run it.
+
+    Args:
+        logits: [N, V] float32, bfloat16 or float16, any strides.
+        tokens: [N] int64 out; the lowest column among equals and NaN above all, as ``torch.argmax``.
+        tiles: buffers of at least N rows, made for V and ``TILE``.
+        softmax: None if only the arg max is wanted.
+    """
+    launch = scan_rows_triton if logits.is_cuda else scan_rows_reference
+    launch(logits, tokens, tiles, softmax)
+
+
+def scan_rows_reference(
+    logits: torch.Tensor, tokens: torch.Tensor, tiles: TileBuffers, softmax: Softmax | None = None
+) -> None:
+    """``scan_rows`` in torch."""
+    del tiles
+    tokens.copy_(logits.argmax(dim=-1))
+    if softmax is not None:
+        scaled = logits.to(torch.float32) / softmax.row_temperature(logits.shape[0])[:, None]
+        softmax.tops.copy_(scaled.amax(dim=-1))
+        softmax.totals.copy_((scaled - softmax.tops[:, None]).exp().sum(dim=-1))
+
+
+def scan_rows_triton(
+    logits: torch.Tensor, tokens: torch.Tensor, tiles: TileBuffers, softmax: Softmax | None = None, tile: int = TILE
+) -> None:
+    """``scan_rows`` over tiles of the vocabulary, then over the tiles."""
+    rows, vocab = logits.shape
+    count = ceil_div(vocab, tile)
+    assert tiles.keys.shape[0] >= rows
+    assert tiles.keys.shape[1] == count
+    assert dense(tokens)
+    assert softmax is None or dense(softmax.temperature, softmax.request, softmax.tops, softmax.totals)
+    if rows == 0:
+        return
+    scaled = softmax is not None
+    temperature = softmax.temperature if softmax else tokens
+    request = softmax.request if softmax and softmax.request is not None else tokens
+    packed = softmax is not None and softmax.request is not None
+    window = 1 if packed or not softmax else rows // softmax.temperature.shape[0]
+    of_tiles = Tiles(tiles.keys, tiles.tops, tiles.totals, count)
+    source = _Logits(logits, logits.stride(0), logits.stride(1), temperature, request, vocab)
+    _scan_kernel[(rows, count)](source, of_tiles, SCALED=scaled, PACKED=packed, WINDOW=window, TILE=tile)
+    found = _Found(tokens, softmax.tops if softmax else tiles.tops, softmax.totals if softmax else tiles.totals)
+    _join_kernel[(rows,)](of_tiles, found, SCALED=scaled, COUNT=power_of_two(count))

@@ -1,0 +1,66 @@
+"""Compile every kernel for a Hopper GPU on a machine that has none: ``python -m tests.kernels.triton_compile``.
+
+The interpreter forgives what the compiler refuses (a name whose type changes in a branch, say). Launchers run with CPU
+tensors under a driver that only names its target, and every launch stops after compilation. The last line is JSON.
+"""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import torch
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.runtime import driver
+from triton.runtime.jit import JITFunction
+
+from benchmarks import kernels
+from dspark.kernels import triton_allocate, triton_pack
+from dspark.kernels.triton_markov import TILE as MARKOV_TILE
+from dspark.kernels.triton_scan import TILE
+
+
+class HopperOnPaper:
+    """The part of a driver that compilation asks for."""
+
+    def get_current_target(self) -> GPUTarget:
+        return GPUTarget("cuda", 90, 32)
+
+    def get_current_device(self) -> int:
+        return 0
+
+    def get_current_stream(self, device: int = 0) -> int:
+        return device
+
+
+def compile_all() -> dict[str, int]:
+    """Kernel names and the bytes of shared memory that each asks for at most."""
+    found: dict[str, int] = {}
+    launch = JITFunction.run
+
+    def compile_only(self: Any, *args: Any, grid: Any, warmup: bool, **options: Any) -> Any:
+        del warmup
+        compiled = launch(self, *args, grid=grid, warmup=True, **options)
+        name = f"{self.__module__.rpartition('.')[2]}.{self.__name__}"
+        found[name] = max(found.get(name, 0), compiled.metadata.shared)
+        return compiled
+
+    driver.set_active(HopperOnPaper())
+    JITFunction.run = compile_only
+    torch.cuda.is_available = lambda: True  # the benchmark's cases then launch kernels
+    for requests in (1, 40):
+        shapes = kernels.Shapes(requests, 7, 32_000, 64, TILE, MARKOV_TILE, "cpu")
+        for case in kernels.CASES.values():
+            case(shapes).kernel()
+    lens = torch.ones(5, dtype=torch.int32)
+    offsets = torch.ones(6, dtype=torch.int32)
+    triton_pack.window_offsets_triton(lens, lens.long(), offsets, lens, offsets)
+    flags, budget = torch.ones(5, dtype=torch.bool), torch.ones(1, dtype=torch.int64)
+    triton_allocate.allocate_lengths_triton(torch.ones(5, 3), budget, lens, offsets, torch.ones(5, 3), flags)
+    return found
+
+
+if __name__ == "__main__":
+    assert not triton.knobs.runtime.interpret
+    print(json.dumps(compile_all()))

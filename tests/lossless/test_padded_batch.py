@@ -1,0 +1,105 @@
+"""A captured batch: padding requests behind the real ones change nothing, and are never forwarded or committed."""
+
+from __future__ import annotations
+
+from dataclasses import fields, replace
+from typing import Any
+
+import pytest
+import torch
+
+from dspark.types import AcceptResult, DecodeBatch, StepBudget, StepOutcome, VerifyPlan
+from dspark.worker.step import DecodeStep, Drafted, Publish
+from tests.compare import assert_equal
+from tests.lossless.networks import World, cap_accept, compact, draft_off, static
+from tests.lossless.test_prefix_rule import GAMMA, GREEDY, REQUESTS, world_of
+
+PADDING = 3
+LEFTOVERS = {"temperature": 0.3, "top_k": 1, "top_p": 0.5, "min_p": 0.9, "seeds": -5, "calibration": 1}
+
+
+def padded(batch: DecodeBatch) -> DecodeBatch:
+    """``PADDING`` more requests: length 0, the spare slot, and parameters that an earlier batch has left there."""
+
+    def more(value: torch.Tensor, filler: float) -> torch.Tensor:
+        return torch.cat([value, value.new_full((PADDING, *value.shape[1:]), filler)])
+
+    given = batch.sampling
+    rows: dict[str, Any] = {name: more(getattr(given, name), filler) for name, filler in LEFTOVERS.items()}
+    sampling = replace(given, greedy=more(given.greedy, given.all_greedy), **rows)
+    positions = more(batch.positions, 0)
+    positions[batch.size :] = torch.arange(GAMMA + 1)
+    live = torch.arange(batch.size + PADDING) < batch.size
+    return DecodeBatch(more(batch.anchors, 0), more(batch.lengths, 0), positions, more(batch.slots, 0), sampling, live)
+
+
+class PaddedStep(DecodeStep):
+    """The step on a padded batch with its budget on the device; hands out what it did for the real requests."""
+
+    def run(
+        self, batch: DecodeBatch, budget: StepBudget, publish: Publish, drafted: Drafted | None = None
+    ) -> StepOutcome:
+        count, published = batch.size, list[torch.Tensor]()
+        budget = replace(budget, drafts=torch.tensor(budget.drafts))
+        outcome = super().run(padded(batch), budget, published.append, drafted)
+        for name, value in (
+            ("windows", outcome.plan.verify_lens),
+            ("committed", outcome.accept.committed),
+            ("accepted", outcome.accept.accepted),
+            ("lengths", outcome.lengths),
+            ("ceiling", outcome.ceiling),
+        ):
+            assert value is None or not value[count:].any(), f"{name} of padding"
+        publish(published[0][:count])
+        return replace(
+            outcome,
+            survival=None if outcome.survival is None else outcome.survival[:count],
+            plan=VerifyPlan(outcome.plan.verify_lens[:count], outcome.plan.tokens[:count]),
+            accept=AcceptResult(*(getattr(outcome.accept, field.name)[:count] for field in fields(AcceptResult))),
+            lengths=outcome.lengths[:count],
+            ceiling=None if outcome.ceiling is None else outcome.ceiling[:count],
+        )
+
+
+def assert_same(found: StepOutcome, required: StepOutcome, name: str) -> None:
+    pairs = {
+        "windows": (found.plan.verify_lens, required.plan.verify_lens),
+        "survival": (found.survival, required.survival),
+        "ceiling": (found.ceiling, required.ceiling),
+        "lengths": (found.lengths, required.lengths),
+        **{f.name: (getattr(found.accept, f.name), getattr(required.accept, f.name)) for f in fields(AcceptResult)},
+    }
+    kept = torch.arange(GAMMA + 1) < required.accept.committed[:, None]
+    pairs["tokens"] = found.accept.tokens[kept], required.accept.tokens[kept]
+    for part, (a, b) in pairs.items():
+        assert (a is None) == (b is None), f"{name}: {part}"
+        if a is not None:
+            assert_equal(a, b, f"{name}: {part}")
+
+
+def budgets(world: World, drafts: int, padding: int) -> dict[str, StepBudget]:
+    """Every mode, with room for padding rows in the tier."""
+    full = static(world)
+    return {
+        "static": replace(full, tier=full.tier + padding),
+        "compact": compact(world, drafts, padding),
+        "cap-accept": replace(cap_accept(world, drafts), tier=full.tier + padding),
+        "draft off": draft_off(world, padding),
+    }
+
+
+@pytest.mark.parametrize("kind", GREEDY)
+def test_padding_requests_change_nothing(kind: str) -> None:
+    world, generator = world_of(kind, 20), torch.Generator().manual_seed(9)
+    for _ in range(20):
+        drafts = int(torch.randint(0, REQUESTS * GAMMA + 1, (), generator=generator))
+        padding = int(torch.randint(0, 4, (), generator=generator))
+        worlds = {}
+        for name, budget in budgets(world, drafts, padding).items():
+            alone, among = world.fork(), world.fork()
+            assert_same(among.run(budget, step=PaddedStep), alone.run(budget), name)
+            assert among.target.real == alone.target.real, f"{name}: real rows"
+            assert among.target.forwarded == budget.tier, f"{name}: rows of the tier"
+            among.check_context()
+            worlds[name] = among
+        world = worlds["compact"]
