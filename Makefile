@@ -1,5 +1,5 @@
 # make demo   install, then serve a small model with and without DSPARK and compare
-# make test   install, then lint, check types and run the tests; PYTEST_ARGS goes to pytest
+# make test   install, then lint, check types and run the tests; PYTEST_ARGS goes to one plain pytest instead
 #
 # VENV=/path/to/venv uses another virtual environment (made if it does not exist).
 
@@ -68,7 +68,12 @@ demo: install
 
 test: install lint
 	@'$(PYTHON)' -m mypy
-	'$(PYTHON)' -m pytest $(PYTEST_ARGS)
+	if [ -n '$(PYTEST_ARGS)' ]; then
+		'$(PYTHON)' -m pytest $(PYTEST_ARGS)
+	else
+		'$(PYTHON)' -m pytest -n 2 --ignore tests/e2e
+		'$(PYTHON)' -m pytest tests/e2e # one server at a time
+	fi
 
 lint: install
 	@'$(PYTHON)' -m ruff check .

