@@ -57,29 +57,40 @@ def round_of(server: ServerProcess, prompts: Sequence[list[int]], tokens: int, t
         return time.perf_counter() - started, max(steps)
 
 
-def cell(args: argparse.Namespace, server: ServerProcess, arm: str, batch: int) -> dict[str, Any]:
+def cell(args: argparse.Namespace, server: ServerProcess, arm: str, batch: int, temperature: float) -> dict[str, Any]:
     """One batch size: repeated rounds on different prompts."""
     step_ms, rates, lengths = [], [], []
     for repeat in range(args.repeats + 1):
         prompts = [[1, 100 + 7 * i + repeat, *range(200 + i, 230 + i)] for i in range(batch)]
         server.flush_cache()
-        first, _ = round_of(server, prompts, 1, args.temperature)
+        first, _ = round_of(server, prompts, 1, temperature)
         server.flush_cache()
-        seconds, steps = round_of(server, prompts, args.tokens, args.temperature)
+        seconds, steps = round_of(server, prompts, args.tokens, temperature)
         if repeat:  # the first round warms up
             step_ms.append((seconds - first) / steps * 1e3)
             rates.append(batch * (args.tokens - 1) / (seconds - first))
             lengths.append((args.tokens - 1) / steps)
     row = {"model": args.model, "batch": batch, "arm": arm.split("-")[0], "mode": _mode(arm)}
-    row |= {"accept_length": statistics.median(lengths), "temperature": args.temperature}
+    row |= {"accept_length": statistics.median(lengths), "temperature": temperature}
     row |= {"step_ms": statistics.median(step_ms), "step_ms_range": [min(step_ms), max(step_ms)]}
     row |= {"tok_s": statistics.median(rates), "tok_s_range": [min(rates), max(rates)]}
     print(
-        f"{arm}, batch {batch}: step {row['step_ms']:.2f} ms ({min(step_ms):.2f} to {max(step_ms):.2f}), "
+        f"{arm}, batch {batch}, temperature {temperature:g}: step {row['step_ms']:.2f} ms ({min(step_ms):.2f} to {max(step_ms):.2f}), "
         f"{row['tok_s']:.0f} tok/s, slowest request {row['accept_length']:.2f} tokens a step",
         flush=True,
     )
     return row
+
+
+def print_ratios(rows: Sequence[dict[str, Any]]) -> None:
+    """Every cell of ours over those of the other arms."""
+    rates = {(row["batch"], row["temperature"], row["arm"], row["mode"]): row["tok_s"] for row in rows}
+    for (batch, temperature, arm, mode), ours in rates.items():
+        for other, other_mode in (("builtin", "static"), ("none", "-")):
+            theirs = rates.get((batch, temperature, other, other_mode))
+            if arm == "dspark" and theirs:
+                where = f"batch {batch}, temperature {temperature:g}, dspark {mode}"
+                print(f"{where}: {ours / theirs:.2f}x the tok/s of {other}")
 
 
 def _mode(arm: str) -> str:
@@ -95,7 +106,7 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     add("--batches", type=lambda text: [int(part) for part in text.split(",")], default=[1, 8, 32])
     add("--arms", type=lambda text: text.split(","), default=["none", "builtin", "dspark"])
     add("--tokens", type=int, default=384)
-    add("--temperature", type=float, default=0.0)
+    add("--temperatures", type=lambda text: [float(part) for part in text.split(",")], default=[0.0])
     add("--repeats", type=int, default=5)
     add("--device", default=default_device())
     add("--server-args", default="", help="further flags of all servers, one string")
@@ -109,14 +120,9 @@ def main(argv: Sequence[str] | None = None) -> None:
     for arm in args.arms:
         with start(args, arm) as server:
             print(file=sys.stderr)
-            rows += [cell(args, server, arm, batch) for batch in args.batches]
-    rates = {(row["batch"], row["arm"], row["mode"]): row["tok_s"] for row in rows}
-    for batch in args.batches:
-        for mode in ("static", "compact"):
-            ours = rates.get((batch, "dspark", mode))
-            for other, key in (("builtin", (batch, "builtin", "static")), ("none", (batch, "none", "-"))):
-                if ours and key in rates:
-                    print(f"batch {batch}, dspark {mode}: {ours / rates[key]:.2f}x the tok/s of {other}")
+            cells = [(batch, temperature) for temperature in args.temperatures for batch in args.batches]
+            rows += [cell(args, server, arm, batch, temperature) for batch, temperature in cells]
+    print_ratios(rows)
     result = {
         "machine": machine.describe(),
         "versions": machine.describe()["versions"],

@@ -29,7 +29,8 @@ class SamplingRows:
     def rows(self, request: torch.Tensor) -> SamplingRows:
         """The parameters of the requests that rows [N] int64 belong to, in the order of the rows."""
         fields = ("temperature", "top_k", "top_p", "min_p", "greedy", "seeds")
-        return replace(self, **{name: getattr(self, name)[request] for name in fields}, logit_bias=None)
+        rows = {name: getattr(self, name)[request] for name in fields}
+        return replace(self, **rows, logit_bias=None, calibration=None)
 
 
 @dataclass(frozen=True)
@@ -63,7 +64,7 @@ class StepBudget:
 
     draft: bool  # False: plain decoding, one row per request
     drafts: int | torch.Tensor  # K, draft rows scheduled over the whole batch; a tensor of one int in captured steps
-    tier: int  # T, rows of the target's forward, >= R + K if packed, R * W if not
+    tier: int  # T, rows of the target's forward, >= R + K if packed, R * W if not (at least, in captured steps)
     packed: bool  # the scheduled rows front to front; False: the full window of every request, cut at commit
 
 
@@ -90,6 +91,13 @@ class VerifyPlan:
     tokens: torch.Tensor  # [R, W] int64, anchor and drafts
     packed: PackedRows | None = None  # layout of the forwarded rows; None: all R * W rows, request after request
     full: bool = True  # full windows are forwarded, and the commit is cut at ``verify_lens``
+    rows: tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None = None  # ids, positions, KV slots, if made already
+
+    def inputs(self, batch: DecodeBatch) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """[N] int64 each: token ids, positions and KV slots of the forwarded rows."""
+        if self.rows is not None:
+            return self.rows
+        return self.rows_of(self.tokens), self.rows_of(batch.positions), self.rows_of(batch.slots)
 
     def rows_of(self, windows: torch.Tensor) -> torch.Tensor:
         """[N] values of [R, W] ``windows`` in the order of the forwarded rows."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 
+from dspark.kernels.distribution import Distribution
 from dspark.kernels.stage import stage
 
 
@@ -32,7 +33,26 @@ class StepBuffers:
         self.kv_slots = zeros(slots, window)
         self.windows = zeros(slots, window)  # anchors and drafts
         self.survival = zeros(slots, window - 1, dtype=torch.float32)
-        self.probs: torch.Tensor | None = None  # [slots, G, V] float32, once sampled steps are captured
+        self.confidence = zeros(slots, window - 1, dtype=torch.float32)
+        # Of the drafts: values [slots, G, V], tops and totals [slots, G] float32 (``Distribution``), for sampled steps.
+        self._distribution: tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None = None
+        self.as_logits = True  # False: the values are probabilities
+
+    def hold_distributions(self, vocab: int) -> None:
+        """Make room for what produced the drafts; greedy steps do without."""
+        slots, gamma = self.confidence.shape
+        values = torch.zeros((slots, gamma, vocab), dtype=torch.float32, device=self.rows.device)
+        self._distribution = values, torch.zeros_like(self.confidence), torch.ones_like(self.confidence)
+
+    def distribution_buffers(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Values, tops and totals of all slots."""
+        assert self._distribution is not None, "sampled steps need hold_distributions() first"
+        return self._distribution
+
+    def distribution(self, slots: int) -> Distribution:
+        """What produced the drafts of the first ``slots`` requests."""
+        values, tops, totals = (buffer[:slots] for buffer in self.distribution_buffers())
+        return Distribution(values, tops, totals) if self.as_logits else Distribution(values)
 
     @property
     def drafts(self) -> torch.Tensor:

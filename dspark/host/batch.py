@@ -77,15 +77,20 @@ class RequestTable:
 
         Greedy and sampled requests share the ``sampled`` and ``filtered`` kinds.
         """
-        temperature, top_p, min_p = self._numbers[:, rows]
-        top_k = self._top_k[rows]
+        if sampling == "greedy":  # nobody looks at the parameters: spare the gathers
+            count = rows.shape[0]
+            temperature, top_p, min_p = self._numbers[:, :count]
+            top_k, seeds = self._top_k[:count], self._seeds[:count]
+        else:
+            temperature, top_p, min_p = self._numbers[:, rows]
+            top_k, seeds = self._top_k[rows], self._seeds[rows]
         return SamplingRows(
             temperature=temperature,
             top_k=top_k,
             top_p=top_p,
             min_p=min_p,
             greedy=top_k <= 1,
-            seeds=self._seeds[rows],
+            seeds=seeds,
             all_greedy=sampling == "greedy",
             any_greedy=True,
             filters=sampling == "filtered",

@@ -22,8 +22,8 @@ from dspark.drafter.spec import DraftSpec
 from dspark.host.batch import RequestTable
 from dspark.host.static_networks import PageTable, StaticDraftNet, StaticTargetNet
 from dspark.types import AcceptResult, BlockProposal, StepBudget, StepOutcome, VerifyPlan
+from dspark.worker.fused_step import FusedStep
 from dspark.worker.static_step import COLUMNS, Sampling, StaticStep
-from dspark.worker.step import DecodeStep
 
 logger = logging.getLogger("dspark")
 
@@ -60,7 +60,7 @@ class StepGraphs:
         pages = PageTable(target, self.buffers, spec.window)
         draft_net = StaticDraftNet(draft, self.buffers, pages, spec.mask_token_id)
         draft_net.calibration = calibration
-        step = DecodeStep(draft_net, StaticTargetNet(target, self.buffers, pages))
+        step = FusedStep(draft_net, StaticTargetNet(target, self.buffers, pages), self.buffers)
         self._static = StaticStep(step, self.buffers, pages.read, requests.static_sampling, full_windows)
         self._full_windows = full_windows
         self._graphs: GraphSet = EagerGraphs() if device.type == "cpu" else CudaGraphs()
@@ -68,8 +68,7 @@ class StepGraphs:
     def capture(self, kinds: Sequence[Sampling] = ("greedy", "sampled")) -> None:
         """Capture every shape, largest first, with progress; a failure is an error."""
         if any(kind != "greedy" for kind in kinds):
-            shape = (self.buffers.slots, self._spec.gamma, self._spec.vocab_size)
-            self.buffers.probs = torch.zeros(shape, dtype=torch.float32, device=self._device)
+            self.buffers.hold_distributions(self._spec.vocab_size)
         started, before = time.monotonic(), _free_bytes(self._device)
         jobs = list(self._jobs(kinds))
         with _capturing(self._device):
@@ -83,11 +82,11 @@ class StepGraphs:
 
     def _jobs(self, kinds: Sequence[Sampling]) -> Iterator[tuple[Any, Any]]:
         for kind in kinds:
-            for tier in reversed(self._tiers):
-                yield ("verify", tier, kind), lambda tier=tier, kind=kind: self._static.verify(tier, kind)
-            for slots in reversed(self._slots):
+            for slots in reversed(self._slots):  # first: they say in which form verification finds the distributions
                 yield ("draft", slots, kind), lambda slots=slots, kind=kind: self._static.draft(slots, kind)
                 yield ("plain", slots, kind), lambda slots=slots, kind=kind: self._static.plain(slots, kind)
+            for tier in reversed(self._tiers):
+                yield ("verify", tier, kind), lambda tier=tier, kind=kind: self._static.verify(tier, kind)
         self._kinds = set(kinds)
 
     @property

@@ -125,9 +125,9 @@ class HostTargetNet:
         host = self._host_batch
         assert host is not None
         window = plan.tokens.shape[1]
-        tokens, positions = plan.rows_of(plan.tokens), plan.rows_of(batch.positions)
+        tokens, positions, slots = plan.inputs(batch)
         verify = block_info(window, tokens, positions, CaptureHiddenMode.FULL, ragged_layout(plan.packed))
-        host.out_cache_loc = plan.rows_of(batch.slots)
+        host.out_cache_loc = slots
         if host.seq_lens_cpu is None:
             # Backends that need host lengths may take an upper bound: rows past a request's length are never read.
             host.seq_lens_cpu, host.seq_lens_sum = _host_lengths(host, window)

@@ -17,6 +17,7 @@ from dspark.cuda_graph.static import StepBuffers
 from dspark.drafter.heads import ConfidenceScale
 from dspark.host.draft_model import DSparkDraftNet
 from dspark.host.networks import block_info, ragged_layout
+from dspark.kernels.triton_pack import window_offsets
 from dspark.types import DecodeBatch, PackedRows, TargetRows, VerifyPlan
 
 
@@ -70,6 +71,7 @@ class _StaticForward:
         hidden: CaptureHiddenMode,
     ) -> Any:
         count = lengths.shape[0]
+        layout = ragged_layout(packed) if self._pages.pages is None else None  # FA3 gets it as metadata
         forward_batch = ForwardBatch(
             forward_mode=ForwardMode.TARGET_VERIFY,
             batch_size=count,
@@ -80,7 +82,7 @@ class _StaticForward:
             seq_lens_sum=0,
             positions=positions,
             spec_algorithm=self._runner.spec_algorithm,
-            spec_info=block_info(window, tokens, positions, hidden, ragged_layout(packed)),
+            spec_info=block_info(window, tokens, positions, hidden, layout),
             capture_hidden_mode=hidden,
         )
         backend = self._runner.attn_backend
@@ -97,20 +99,16 @@ class _StaticForward:
 
         assert self._pages.pages is not None
         pages = self._pages.pages[: lengths.shape[0]]
-        keys = (lengths + lens).to(torch.int32)
         metadata = FlashAttentionMetadata()
+        offsets, key_offsets = lens.new_empty((2, lens.shape[0] + 1))
+        keys = torch.empty_like(lens)
+        window_offsets(lens, lengths, offsets, keys, key_offsets)
         metadata.cache_seqlens_int32 = keys
-        metadata.cu_seqlens_q = _offsets(lens)
-        metadata.cu_seqlens_k = _offsets(keys)
+        metadata.cu_seqlens_q, metadata.cu_seqlens_k = offsets, key_offsets
         metadata.max_seq_len_q = window
         metadata.max_seq_len_k = pages.shape[1]
         metadata.page_table = pages
         return metadata
-
-
-def _offsets(lens: torch.Tensor) -> torch.Tensor:
-    """[R + 1] int32 running sums of [R] counts, from 0."""
-    return torch.nn.functional.pad(lens.cumsum(0, dtype=torch.int32), (1, 0))
 
 
 class StaticDraftNet:
@@ -162,9 +160,7 @@ class StaticTargetNet:
         """Forward the rows of a tier; logit biases are not part of captured steps."""
         assert plan.packed is not None
         output = self._forward(
-            plan.rows_of(plan.tokens),
-            plan.rows_of(batch.positions),
-            plan.rows_of(batch.slots),
+            *plan.inputs(batch),
             batch.lengths,
             plan.packed,
             plan.tokens.shape[1],

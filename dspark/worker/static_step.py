@@ -1,8 +1,8 @@
 """The decode step over static buffers: functions without arguments or results, each of them one CUDA graph.
 
 ``draft`` reads the staged batch and leaves a block behind; ``verify`` picks it up. ``plain`` is a step without a draft.
-All three run the same :class:`dspark.worker.step.DecodeStep` as an eager step does; what differs is that batches are
-padded, row counts are those of a tier, and the number of drafts is read from the device.
+All three run the five calls of :class:`dspark.worker.step.DecodeStep`, as an eager step does; what differs is that
+batches are padded, row counts are those of a tier, and the number of drafts is read from the device.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import torch
 
 from dspark.cuda_graph.static import StepBuffers
 from dspark.types import BlockProposal, DecodeBatch, SamplingRows, StepBudget, StepOutcome
-from dspark.worker.step import DecodeStep
+from dspark.worker.fused_step import FusedStep
 
 Sampling = Literal["greedy", "sampled", "filtered"]
 """greedy: no request samples; filtered: some request uses top-k, top-p or min-p."""
@@ -30,14 +30,14 @@ class StaticStep:
 
     def __init__(
         self,
-        step: DecodeStep,
+        step: FusedStep,
         buffers: StepBuffers,
         prepare: Callable[[int], None],
         sampling_of: SamplingOf,
         full_windows: bool,
     ) -> None:
         """Args:
-        step: on networks that work on the buffers.
+        step: a ``FusedStep`` on these buffers.
         buffers: shared by all graphs.
         prepare: called first in a step, with its slots: everything that reads the host's slot table.
         sampling_of: parameters of the staged requests.
@@ -55,25 +55,21 @@ class StaticStep:
     def draft(self, slots: int, sampling: Sampling) -> None:
         """Draft a block for ``slots`` requests."""
         self._begin(slots)
-        proposal, survival = self._step.draft(self._batch(slots, sampling), StepBudget(True, 0, 0, packed=True))
+        proposal, _ = self._step.draft(self._batch(slots, sampling), StepBudget(True, 0, 0, packed=True))
         assert proposal is not None
         self.buffers.drafts[:slots].copy_(proposal.tokens)
-        if survival is not None:
-            self.buffers.survival[:slots].copy_(survival)
+        if proposal.confidence is not None:
+            self.buffers.confidence[:slots].copy_(proposal.confidence)
+        self.buffers.as_logits = proposal.probs is None  # a property of the drafter, the same in every capture
         if proposal.probs is not None:
-            assert self.buffers.probs is not None
-            self.buffers.probs[:slots].copy_(proposal.probs)
+            self.buffers.distribution_buffers()[0][:slots].copy_(proposal.probs)
 
     def verify(self, tier: int, sampling: Sampling) -> torch.Tensor:
         """Verify the drafted block in ``tier`` rows, and commit; see :meth:`flat`."""
         slots = self.slots_of(tier)
-        probs = None
-        if sampling != "greedy":
-            assert self.buffers.probs is not None
-            probs = self.buffers.probs[:slots]
-        proposal = BlockProposal(self.buffers.drafts[:slots], probs, None)
+        proposal = BlockProposal(self.buffers.drafts[:slots], None, None)
         budget = StepBudget(True, self.buffers.budget, tier, packed=self._packed)
-        drafted = proposal, self.buffers.survival[:slots]
+        drafted = proposal, None
         return self.flat(self._step.run(self._batch(slots, sampling), budget, _nobody, drafted))
 
     def plain(self, slots: int, sampling: Sampling) -> torch.Tensor:

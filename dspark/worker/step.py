@@ -114,7 +114,8 @@ class DecodeStep:
         All rows are written: the KV of a rejected row lies at or past the next anchor's position, where the next block
         writes its own KV before anything reads it. Only committed positions ever count as context.
         """
-        self._draft_net.inject(rows.features, plan.rows_of(batch.positions), plan.rows_of(batch.slots))
+        _, positions, slots = plan.inputs(batch)
+        self._draft_net.inject(rows.features, positions, slots)
 
 
 def verify_block(

@@ -8,7 +8,18 @@ from typing import Any
 import pytest
 import torch
 
-from dspark.types import AcceptResult, DecodeBatch, StepBudget, StepOutcome, VerifyPlan
+from dspark.cuda_graph.static import StepBuffers
+from dspark.types import (
+    AcceptResult,
+    BlockProposal,
+    DecodeBatch,
+    SamplingRows,
+    StepBudget,
+    StepOutcome,
+    VerifyPlan,
+)
+from dspark.worker.fused_step import FusedStep
+from dspark.worker.static_step import COLUMNS, StaticStep
 from dspark.worker.step import DecodeStep, Drafted, Publish
 from tests.compare import assert_equal
 from tests.lossless.networks import World, cap_accept, compact, draft_off, static
@@ -61,6 +72,48 @@ class PaddedStep(DecodeStep):
         )
 
 
+class CapturedStep(PaddedStep):
+    """What a GPU captures: static buffers and fused kernels (here their torch references)."""
+
+    def run(
+        self, batch: DecodeBatch, budget: StepBudget, publish: Publish, drafted: Drafted | None = None
+    ) -> StepOutcome:
+        full, count, window = padded(batch), batch.size, GAMMA + 1
+        buffers = StepBuffers(full.size, window, "cpu")
+        buffers.hold_distributions(self._draft_net.base.shape[-1])
+        buffers.stage(torch.arange(count) + 1, batch.anchors, batch.lengths, budget.drafts)
+        buffers.kv_slots.copy_(full.slots)
+        step = FusedStep(self._draft_net, self._target_net, buffers)
+
+        def sampling(rows: torch.Tensor, kind: str) -> SamplingRows:
+            names = (*LEFTOVERS, "greedy")
+            slots = rows.shape[0]
+            return replace(full.sampling, **{name: getattr(full.sampling, name)[:slots] for name in names})
+
+        static_step = StaticStep(step, buffers, lambda slots: None, sampling, full_windows=not budget.packed)
+        kind = "greedy" if batch.sampling.all_greedy else "filtered"
+        slots = full.size
+        if budget.draft:
+            static_step.draft(slots, kind)
+            flat = static_step.verify(budget.tier, kind)
+            slots = static_step.slots_of(budget.tier)
+        else:
+            slots = min(slots, budget.tier)
+            flat = static_step.plain(slots, kind)
+        tokens = flat[: slots * window].view(slots, window)[:count]
+        columns = flat[slots * window :].view(COLUMNS, slots)[:, :count]
+        accepted, committed, anchor, lengths, lens, ceiling = (column.to(torch.int32) for column in columns)
+        publish(lengths.to(torch.int64))
+        return StepOutcome(
+            proposal=BlockProposal(buffers.drafts[:count], None, None) if budget.draft else None,
+            survival=buffers.survival[:count] if budget.draft else None,
+            plan=VerifyPlan(lens, buffers.windows[:count]),
+            accept=AcceptResult(accepted, committed, tokens, anchor.to(torch.int64)),
+            lengths=lengths.to(torch.int64),
+            ceiling=ceiling if budget.draft and not budget.packed else None,
+        )
+
+
 def assert_same(found: StepOutcome, required: StepOutcome, name: str) -> None:
     pairs = {
         "windows": (found.plan.verify_lens, required.plan.verify_lens),
@@ -88,8 +141,9 @@ def budgets(world: World, drafts: int, padding: int) -> dict[str, StepBudget]:
     }
 
 
+@pytest.mark.parametrize("step", [PaddedStep, CapturedStep])
 @pytest.mark.parametrize("kind", GREEDY)
-def test_padding_requests_change_nothing(kind: str) -> None:
+def test_padding_requests_change_nothing(kind: str, step: type[DecodeStep]) -> None:
     world, generator = world_of(kind, 20), torch.Generator().manual_seed(9)
     for _ in range(20):
         drafts = int(torch.randint(0, REQUESTS * GAMMA + 1, (), generator=generator))
@@ -97,7 +151,7 @@ def test_padding_requests_change_nothing(kind: str) -> None:
         worlds = {}
         for name, budget in budgets(world, drafts, padding).items():
             alone, among = world.fork(), world.fork()
-            assert_same(among.run(budget, step=PaddedStep), alone.run(budget), name)
+            assert_same(among.run(budget, step=step), alone.run(budget), name)
             assert among.target.real == alone.target.real, f"{name}: real rows"
             assert among.target.forwarded == budget.tier, f"{name}: rows of the tier"
             among.check_context()
