@@ -74,8 +74,9 @@ def cell(args: argparse.Namespace, server: ServerProcess, arm: str, batch: int, 
     row |= {"accept_length": statistics.median(lengths), "temperature": temperature}
     row |= {"step_ms": statistics.median(step_ms), "step_ms_range": [min(step_ms), max(step_ms)]}
     row |= {"tok_s": statistics.median(rates), "tok_s_range": [min(rates), max(rates)]}
+    where, low, high = f"{arm}, batch {batch}, temperature {temperature:g}", min(step_ms), max(step_ms)
     print(
-        f"{arm}, batch {batch}, temperature {temperature:g}: step {row['step_ms']:.2f} ms ({min(step_ms):.2f} to {max(step_ms):.2f}), "
+        f"{where}: step {row['step_ms']:.2f} ms ({low:.2f} to {high:.2f}), "
         f"{row['tok_s']:.0f} tok/s, slowest request {row['accept_length']:.2f} tokens a step",
         flush=True,
     )

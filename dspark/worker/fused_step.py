@@ -1,6 +1,6 @@
 """The decode step of captured batches: the same five calls on fused kernels.
 
-What ``DecodeStep`` does with a hundred small torch operators takes a few launches here; a step of a small model consists
+What ``DecodeStep`` does with a hundred small torch operators takes a few launches here; a step of a small model is made
 of little else. Each operator has a torch reference of the same signature, which runs where there is no GPU; tests hold
 the two steps against each other.
 """
