@@ -73,7 +73,7 @@ class Settings(BaseModel):
         fields: dict[str, Any] = {
             "verify_mode": env.get(MODE_VARIABLE) or None,
             "record_steps": _records(env.get(DUMP_VARIABLE, "")),
-            "static_step": env.get(STATIC_STEP_VARIABLE) == "1",
+            "static_step": _switch(env, STATIC_STEP_VARIABLE),
         }
         fields |= {name: env[variable] for name, variable in _NUMBERS.items() if env.get(variable)}
         try:
@@ -111,6 +111,13 @@ def unused_variables(environment: Mapping[str, str] | None = None) -> list[str]:
     env = os.environ if environment is None else environment
     known = {IMPL_VARIABLE, MODE_VARIABLE, DUMP_VARIABLE, STATIC_STEP_VARIABLE, *_NUMBERS.values()}
     return sorted(name for name in env if name.startswith("SGLANG_DSPARK_") and name not in known)
+
+
+def _switch(env: Mapping[str, str], variable: str) -> bool:
+    value = env.get(variable) or "0"
+    if value not in ("0", "1"):
+        raise ConfigError(f"found {variable}={value!r}; required is 0 or 1; correct it or unset it")
+    return value == "1"
 
 
 def _records(value: str) -> bool:

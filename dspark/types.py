@@ -67,6 +67,14 @@ class StepBudget:
     tier: int  # T, rows of the target's forward, >= R + K if packed, R * W if not (at least, in captured steps)
     packed: bool  # the scheduled rows front to front; False: the full window of every request, cut at commit
 
+    def unpadded(self, requests: int, gamma: int) -> StepBudget:
+        """The same step for a batch that is not captured: no padding rows, and no packing of full windows."""
+        if not self.packed:
+            return self
+        if self.draft and self.drafts == requests * gamma:
+            return replace(self, tier=requests * (gamma + 1), packed=False)
+        return replace(self, tier=requests + int(self.drafts))
+
 
 @dataclass(frozen=True)
 class PackedRows:

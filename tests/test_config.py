@@ -23,6 +23,7 @@ def test_builtin_leaves_every_other_variable_to_the_host() -> None:
         ({"SGLANG_RAGGED_VERIFY_MODE": "COMPACT"}, "SGLANG_RAGGED_VERIFY_MODE='COMPACT'"),
         ({"SGLANG_DSPARK_MIN_PREDICTED_GAIN": "-0.1"}, "SGLANG_DSPARK_MIN_PREDICTED_GAIN='-0.1'.*greater"),
         ({"SGLANG_DSPARK_MIN_PREDICTED_GAIN": "much"}, "SGLANG_DSPARK_MIN_PREDICTED_GAIN='much'"),
+        ({"SGLANG_DSPARK_STATIC_STEP": "yes"}, "SGLANG_DSPARK_STATIC_STEP='yes'.*0 or 1"),
         ({"SGLANG_DSPARK_SLO_STEP_MS": "0"}, "SGLANG_DSPARK_SLO_STEP_MS='0'"),
         ({"SGLANG_DSPARK_SLO_STEP_MS": "nan"}, "SGLANG_DSPARK_SLO_STEP_MS='nan'"),
         ({"SGLANG_DSPARK_DEBUG_DUMP": "request"}, "request is no component"),

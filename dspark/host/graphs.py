@@ -27,6 +27,8 @@ from dspark.worker.static_step import COLUMNS, Sampling, StaticStep
 
 logger = logging.getLogger("dspark")
 
+_DISTRIBUTION_SHARE = 0.25  # of the free memory, at most, for the distributions of the drafts
+
 
 class StepGraphs:
     """Captured draft, verify and plain steps."""
@@ -183,7 +185,12 @@ def build_graphs(
         return None
     mode = settings.resolved_mode(spec.has_confidence)
     most = int(server_args.max_running_requests)
-    most = most if settings.static_step else min(most, int(decode.max_bs))
+    if str(server_args.device) != "cpu":
+        most = min(most, int(decode.max_bs))
+        room = int(_free_bytes(torch.device("cuda")) * _DISTRIBUTION_SHARE) // (4 * spec.gamma * spec.vocab_size)
+        if room < most:
+            most = max(1, room)
+            logger.warning("dspark: memory is short: graphs for batches up to %d only; larger ones run eagerly", most)
     windows = [slots * spec.window for slots in slot_ladder(most)]
     graphs = StepGraphs(
         spec,

@@ -215,6 +215,7 @@ class DSparkWorker(BaseSpecWorker):
             publish(outcome.lengths)
         else:
             self._eager_steps[str(refusal)] += 1
+            budget = budget.unpadded(len(batch.reqs), self.spec.gamma)
             inputs = decode_batch(batch, self._window, pool.req_to_token, self._requests)
             self._draft_net.bind(batch)
             self._target_net.bind(batch)

@@ -8,11 +8,12 @@ import shutil
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from safetensors.torch import load_file, save_file
 
 from dspark.errors import CheckpointError, ConfigError, CostTableError
-from dspark.host import arguments
+from dspark.host import arguments, schedule
 from tests.conftest import DRAFT
 
 
@@ -156,6 +157,32 @@ def test_a_bad_file_stops_the_server(
     path.write_text(json.dumps(content))
     with pytest.raises(CostTableError, match=text):
         resolve(**{f"speculative_dspark_{flag}_path": str(path)})
+
+
+@pytest.mark.parametrize("change", [{"gamma": 5}, {"model": "another"}, {"gpu": "NVIDIA H200"}, {"ladder": [1, 2]}])
+def test_a_table_of_another_deployment_is_not_trimmed_with(
+    resolve: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, change: Any
+) -> None:
+    """It is named, and full windows are served; the same table with the right provenance is used."""
+    monkeypatch.setenv("SGLANG_RAGGED_VERIFY_MODE", "compact")
+    args, ladder = resolve(), np.arange(1, 65)
+    spec = arguments.draft_spec_of(args)
+    here = schedule.deployment(args, spec, ladder).model_dump(mode="json")
+    for provenance, used in ((here, True), (here | change, False)):
+        path = tmp_path / "table.json"
+        path.write_text(json.dumps(TABLE | {"provenance": provenance}))
+        table, _ = schedule.load_files(resolve(speculative_dspark_sps_table_path=str(path)), spec, "compact")
+        assert (schedule.cost_model(args, spec, table, ladder) is not None) == used
+    assert f"{next(iter(change))}: found" in caplog.text
+    assert "full windows" in caplog.text
+
+
+def test_the_estimate_never_switches_the_draft_off(resolve: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SGLANG_RAGGED_VERIFY_MODE", "compact")
+    args = resolve()
+    model = schedule.cost_model(args, arguments.draft_spec_of(args), None, np.arange(1, 65))
+    assert model is not None
+    assert model.plain_step(4) is None
 
 
 @pytest.mark.parametrize("flag", ["sps_table", "confidence_sts"])
