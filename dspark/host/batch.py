@@ -6,6 +6,7 @@ import hashlib
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import numpy as np
 import torch
 from sglang.srt.managers.schedule_batch import ScheduleBatch
 from sglang.srt.sampling.sampling_params import TOP_K_ALL
@@ -46,6 +47,8 @@ class RequestTable:
         self._class_of = class_of
         self._classes = torch.zeros(slots, dtype=torch.int64, device=device)
         self._seeds = torch.zeros(slots, dtype=torch.int64, device=device)
+        # Raised by every prefill. The host's own count starts again when its cache is flushed.
+        self.generations = np.zeros(slots, dtype=np.int64)
         self._filtered = torch.zeros(slots, dtype=torch.bool)  # on the host
         # Captured steps read sampling parameters by request row: temperature, top-p, min-p and top-k, greedy.
         self._numbers = torch.ones((3, slots), dtype=torch.float32, device=device)
@@ -61,6 +64,7 @@ class RequestTable:
             for req, one in zip(batch.reqs, params, strict=True)
         ]
         self._seeds[batch.req_pool_indices] = self._staged(seeds)
+        self.generations[batch.req_pool_indices_cpu.numpy()] += 1
         if self._class_of is not None:
             classes = [self._class_of(0.0 if one.top_k == 1 else one.temperature) for one in params]
             self._classes[batch.req_pool_indices] = self._staged(classes)

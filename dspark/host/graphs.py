@@ -21,6 +21,7 @@ from dspark.drafter.heads import ConfidenceScale
 from dspark.drafter.spec import DraftSpec
 from dspark.host.batch import RequestTable
 from dspark.host.static_networks import PageTable, StaticDraftNet, StaticTargetNet
+from dspark.kernels.triton_allocate import MAX_GAMMA, MAX_REQUESTS
 from dspark.types import AcceptResult, BlockProposal, StepBudget, StepOutcome, VerifyPlan
 from dspark.worker.fused_step import FusedStep
 from dspark.worker.static_step import COLUMNS, Sampling, StaticStep
@@ -71,6 +72,8 @@ class StepGraphs:
         """Capture every shape, largest first, with progress; a failure is an error."""
         if any(kind != "greedy" for kind in kinds):
             self.buffers.hold_distributions(self._spec.vocab_size)
+        one = self.buffers.rows[:1]
+        self.buffers.stage(one, one, one, 0)  # the only launch outside of graphs: compiled here, not in the first step
         started, before = time.monotonic(), _free_bytes(self._device)
         jobs = list(self._jobs(kinds))
         with _capturing(self._device):
@@ -108,10 +111,12 @@ class StepGraphs:
             return "pinned budget in cap-accept"
         return None
 
-    def run(self, batch: ScheduleBatch, budget: StepBudget, kind: Sampling) -> StepOutcome:
+    def run(self, batch: ScheduleBatch, budget: StepBudget, kind: Sampling) -> tuple[StepOutcome, int]:
         """Stage, replay, copy out: nothing here waits for the device.
 
-        Drafts and survival of the outcome are static: they hold until the next step drafts.
+        Returns:
+            The outcome, whose drafts and survival are static (they hold until the next step drafts), and the rows that
+            the target forwarded, padding included.
         """
         count, buffers = len(batch.reqs), self.buffers
         assert isinstance(budget.drafts, int)
@@ -120,14 +125,15 @@ class StepGraphs:
         if budget.draft:
             self._graphs.replay(("draft", slots, kind))
             self._read_done()
-            tier = smallest_at_least(self._tiers, budget.tier)
+            rows = tier = smallest_at_least(self._tiers, budget.tier)
             output = self._graphs.replay(("verify", tier, kind))
             slots = self._static.slots_of(tier)
         else:
+            rows = slots
             output = self._graphs.replay(("plain", slots, kind))
             self._read_done()
         assert output is not None
-        return self._outcome(output.clone(), slots, count, budget)
+        return self._outcome(output.clone(), slots, count, budget), rows
 
     def _outcome(self, flat: torch.Tensor, slots: int, count: int, budget: StepBudget) -> StepOutcome:
         """Views of a step's flat output (``StaticStep.flat``) for the ``count`` requests among its ``slots``."""
@@ -180,27 +186,31 @@ def build_graphs(
     calibration: ConfidenceScale | None,
 ) -> StepGraphs | None:
     """Capture the steps of a server; None if the operator has switched graphs off, or on a CPU."""
-    decode = server_args.cuda_graph_config.decode
-    if not settings.static_step and (str(server_args.device) == "cpu" or decode.backend == "disabled"):
+    decode, on_cpu = server_args.cuda_graph_config.decode, str(server_args.device) == "cpu"
+    if (on_cpu and not settings.static_step) or (not on_cpu and decode.backend == "disabled"):
+        return None
+    if spec.gamma > MAX_GAMMA:
+        logger.warning("dspark: no graphs for blocks of %d drafts: kernels hold %d", spec.gamma, MAX_GAMMA)
         return None
     mode = settings.resolved_mode(spec.has_confidence)
-    most = int(server_args.max_running_requests)
-    if str(server_args.device) != "cpu":
+    most = min(int(server_args.max_running_requests), MAX_REQUESTS)
+    if not on_cpu:
         most = min(most, int(decode.max_bs))
+    if not on_cpu and int(server_args.tp_size) == 1:  # ranks that see different free memory would capture differently
         room = int(_free_bytes(torch.device("cuda")) * _DISTRIBUTION_SHARE) // (4 * spec.gamma * spec.vocab_size)
         if room < most:
             most = max(1, room)
             logger.warning("dspark: memory is short: graphs for batches up to %d only; larger ones run eagerly", most)
-    windows = [slots * spec.window for slots in slot_ladder(most)]
     graphs = StepGraphs(
         spec,
         target,
         draft,
         requests,
         max_requests=most,
-        tiers=tier_ladder(most, spec.window).tolist() if mode == "compact" else windows,
+        tiers=tier_ladder(most, spec.window).tolist(),
         full_windows=mode == "cap-accept",
         calibration=calibration,
     )
-    graphs.capture(("greedy", "sampled", "filtered") if settings.static_step else ("greedy", "sampled"))
+    # Sorting whole vocabularies in every tier's graph would take its memory: filtered steps run eagerly on a GPU.
+    graphs.capture(("greedy", "sampled", "filtered") if on_cpu else ("greedy", "sampled"))
     return graphs

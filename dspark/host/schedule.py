@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from dspark.config import Settings, VerifyMode
+from dspark.config import SLO_VARIABLE, Settings, VerifyMode
 from dspark.cuda_graph.ladder import tier_ladder
 from dspark.drafter.heads import ConfidenceScale
 from dspark.drafter.spec import DraftSpec
@@ -148,6 +148,8 @@ def build_scheduler(
     ladder = tier_ladder(int(server_args.max_running_requests), spec.window) if captured is None else captured
     model = None if mode == "static" else cost_model(server_args, spec, table, ladder)
     costs = None if model is None else TierCosts(model, ladder, spec.gamma)
+    if costs is None and settings.slo_step_ms is not None:
+        logger.warning("dspark: %s has no effect: nothing is scheduled", SLO_VARIABLE)
     slo = None if settings.slo_step_ms is None else settings.slo_step_ms / 1e3
     return BudgetScheduler(
         gamma=spec.gamma,

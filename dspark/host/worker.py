@@ -211,19 +211,21 @@ class DSparkWorker(BaseSpecWorker):
         kind = self._requests.kind(batch)
         refusal = "no graphs" if self._graphs is None else self._graphs.refusal(batch, budget, kind)
         if self._graphs is not None and refusal is None:
-            outcome = self._graphs.run(batch, budget, kind)
+            outcome, forwarded = self._graphs.run(batch, budget, kind)
             publish(outcome.lengths)
         else:
             self._eager_steps[str(refusal)] += 1
             budget = budget.unpadded(len(batch.reqs), self.spec.gamma)
+            forwarded = budget.tier
             inputs = decode_batch(batch, self._window, pool.req_to_token, self._requests)
             self._draft_net.bind(batch)
             self._target_net.bind(batch)
             outcome = self._step.run(inputs, budget, publish)
-        self._budgets.publish(outcome.survival)
+        self._budgets.publish(outcome.survival, forwarded)
         if self._recorder is not None:
             rids = [req.rid for req in batch.reqs]
-            self._recorder.record(int(batch.forward_iter), rids, budget, outcome, self._budgets.plan)
+            plan, reason = self._budgets.plan, self._budgets.reason
+            self._recorder.record(int(batch.forward_iter), rids, budget, outcome, plan, reason, forwarded)
         return self._result(outcome, replayed=refusal is None)
 
     def _result(self, outcome: StepOutcome, replayed: bool) -> GenerationBatchResult:

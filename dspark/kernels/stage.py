@@ -7,7 +7,8 @@ import torch
 from dspark.kernels.triton_jit import jit, power_of_two, tl
 
 
-@jit
+# Launched outside of graphs with changing numbers: one variant for all of them, compiled before the first request.
+@jit(do_not_specialize=["requests", "drafts"], do_not_specialize_on_alignment=["rows", "anchors", "lengths"])
 def _stage_kernel(
     rows,
     anchors,

@@ -15,9 +15,11 @@ except ImportError:  # a CPU machine
     triton = tl = libdevice = None
 
 
-def jit(function: Callable[..., Any]) -> Any:
-    """``triton.jit``, or the function itself where it can never be launched."""
-    return function if triton is None else triton.jit(function)
+def jit(function: Callable[..., Any] | None = None, **options: Any) -> Any:
+    """``triton.jit`` with its options, or the function itself where it can never be launched."""
+    if function is None:
+        return lambda decorated: jit(decorated, **options)
+    return function if triton is None else triton.jit(function, **options)
 
 
 def constant(value: Any) -> Any:

@@ -47,7 +47,8 @@ class BudgetScheduler:
         self._pin: float | None = None
         self._step = 0
         self._requests: tuple[np.ndarray, np.ndarray] = (np.empty(0, np.int64), np.empty(0, np.int64))
-        self.plan: BudgetPlan | None = None  # of the last step; None: full windows without a plan
+        self._budget_of_step = StepBudget(True, 0, 0, packed=False)
+        self.plan: BudgetPlan | None = None  # of the last step; None: a pin, or full windows without a plan
         self.clear()
 
     @property
@@ -63,7 +64,8 @@ class BudgetScheduler:
     def pin(self, fraction: float | None) -> None:
         """Verify exactly floor(``fraction`` * R * gamma) drafts from the next step on, in every mode; None ends it.
 
-        A pinned step forwards R + K rows, in cap-accept and static too: whoever pins wants to time that work.
+        A pinned step verifies R + K rows, in cap-accept and static too: whoever pins wants to time that work. Captured
+        steps run them in the smallest tier that holds them.
         """
         self._pin = fraction
 
@@ -79,12 +81,17 @@ class BudgetScheduler:
         self.plan = None
         if self.schedules:
             self._schedule(slots, generations, context_tokens)
-        budget = self._budget(slots.shape[0])
-        self._count(slots.shape[0], budget)
-        return budget
+        self._budget_of_step = self._budget(slots.shape[0])
+        return self._budget_of_step
 
-    def publish(self, survival: torch.Tensor | None) -> None:
-        """Hand over the survivals [R, G] of the step that was decided last; None if it did not draft."""
+    def publish(self, survival: torch.Tensor | None, forwarded: int) -> None:
+        """Hand over what the step that was decided last has done.
+
+        Args:
+            survival: [R, G] float32 on the device; None if it did not draft.
+            forwarded: rows that the target forwarded, padding included.
+        """
+        self._count(forwarded)
         if self.schedules:
             self._relay.publish(self._step, *self._requests, survival)
 
@@ -102,6 +109,8 @@ class BudgetScheduler:
             informed=known.informed,
         )
         self._state = self.plan.state
+        if self._pin is not None:
+            self.plan = None  # not what runs
 
     def _budget(self, requests: int) -> StepBudget:
         full = requests * self._gamma
@@ -122,10 +131,15 @@ class BudgetScheduler:
 
     # -- counters: sums and counts, never means ----------------------------------------------------------------------
 
-    def _count(self, requests: int, budget: StepBudget) -> None:
-        reason = Reason.FORCED if self._pin is not None else Reason.FULL if self.plan is None else self.plan.reason
-        self._reasons[reason] += 1
-        forwarded = budget.tier if budget.packed else requests * (self._gamma + 1)
+    @property
+    def reason(self) -> Reason:
+        """Why the last budget is what it is."""
+        return Reason.FORCED if self._pin is not None else Reason.FULL if self.plan is None else self.plan.reason
+
+    def _count(self, forwarded: int) -> None:
+        requests, budget = self._requests[0].shape[0], self._budget_of_step
+        assert isinstance(budget.drafts, int)
+        self._reasons[self.reason] += 1
         row = self._by_requests[requests]
         row += (1, requests + budget.drafts, forwarded, int(not budget.draft))
 

@@ -9,7 +9,7 @@ from collections import deque
 from collections.abc import Sequence
 from typing import Any
 
-from dspark.scheduler.planner import BudgetPlan
+from dspark.scheduler.planner import BudgetPlan, Reason
 from dspark.types import StepBudget, StepOutcome
 
 LIMIT = 200_000  # request records kept; older steps are dropped and counted
@@ -35,11 +35,13 @@ class StepRecorder:
         budget: StepBudget,
         outcome: StepOutcome,
         plan: BudgetPlan | None,
+        reason: Reason,
+        forwarded: int,
     ) -> None:
         """Append one step; ``committed`` holds the tokens before any cut at a stop or length limit.
 
         ``drafts``, ``survival`` and ``ceiling`` are None where the step had none: no draft, no confidence head, rows
-        left out.
+        left out. ``forwarded`` are the rows that the target ran, padding included.
         """
         positions, anchors = (outcome.lengths - outcome.accept.committed).tolist(), outcome.plan.tokens[:, 0].tolist()
         windows = outcome.plan.verify_lens.tolist()
@@ -63,14 +65,13 @@ class StepRecorder:
             }
             for i, rid in enumerate(rids)
         ]
-        forwarded = budget.tier if budget.packed else outcome.plan.tokens.numel()
         self._steps.append(
             {
                 "step": step,
                 "draft": budget.draft,
                 "budget": budget.drafts,
                 "forwarded_rows": forwarded,
-                "reason": None if plan is None else str(plan.reason),
+                "reason": str(reason),
                 "predicted_seconds": None if plan is None else plan.predicted_seconds,
                 "expected_tokens": None if plan is None else plan.expected_tokens,
                 "requests": requests,

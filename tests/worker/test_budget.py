@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from dspark.cuda_graph.ladder import tier_ladder
-from dspark.scheduler.cost import CostModel
+from dspark.scheduler.cost import CostModel, pad_to_tier
 from dspark.scheduler.planner import PlanState, Policy, TierCosts, plan
 from dspark.types import StepBudget
 from dspark.worker.budget import BudgetScheduler
@@ -50,7 +50,7 @@ def run(budgets: BudgetScheduler, survivals: list[torch.Tensor]) -> list[StepBud
     out = []
     for survival in survivals:
         out.append(budgets.decide(SLOTS, BORN, 0.0))
-        budgets.publish(survival if out[-1].draft else None)
+        budgets.publish(survival if out[-1].draft else None, out[-1].tier)
     return out
 
 
@@ -86,9 +86,10 @@ def test_compact_packs_what_the_planner_says_of_two_steps_ago() -> None:
     assert len(seen) > 2, "the budgets never change: nothing was tested"
 
 
-def test_cap_accept_plans_like_compact_and_forwards_everything() -> None:
+@pytest.mark.parametrize("graph_tiers", [None, tier_ladder(64, GAMMA + 1).tolist()])
+def test_cap_accept_plans_like_compact_and_forwards_everything(graph_tiers: list[int] | None) -> None:
     survivals = constant(0.4, 8)
-    compact, cap = (run(scheduler(mode, steep()), survivals) for mode in ("compact", "cap-accept"))
+    compact, cap = (run(scheduler(mode, steep(), graph_tiers), survivals) for mode in ("compact", "cap-accept"))
     assert [one.drafts for one in compact] == [one.drafts for one in cap]
     assert all(not one.packed and one.tier == FULL for one in cap)
     assert cap[-1].drafts < REQUESTS * GAMMA
@@ -104,12 +105,15 @@ def test_captured_tiers_pad_packed_rows() -> None:
 
 @pytest.mark.parametrize("mode", ["static", "compact", "cap-accept"])
 @pytest.mark.parametrize("fraction", [0.01, 0.3, 0.5, 0.99, 1.0])
-def test_a_pin_is_exact_in_every_mode(mode: str, fraction: float) -> None:
-    budgets = scheduler(mode, steep())
+@pytest.mark.parametrize("graph_tiers", [None, tier_ladder(64, GAMMA + 1).tolist()])
+def test_a_pin_is_exact_in_every_mode(mode: str, fraction: float, graph_tiers: list[int] | None) -> None:
+    budgets = scheduler(mode, steep(), graph_tiers)
     budgets.pin(fraction)
     drafts = math.floor(fraction * REQUESTS * GAMMA)
+    tier = REQUESTS + drafts if graph_tiers is None else pad_to_tier(REQUESTS + drafts, np.array(graph_tiers))
     for budget in run(budgets, constant(0.3, 4)):
-        assert budget == StepBudget(draft=True, drafts=drafts, tier=REQUESTS + drafts, packed=True)
+        assert budget == StepBudget(draft=True, drafts=drafts, tier=tier, packed=True)
+        assert budgets.plan is None, "the plan of a pinned step is not what ran"
     assert budgets.statistics()["reasons"] == {"forced budget": 4}
     budgets.pin(None)
     run(budgets, constant(0.3, 4))

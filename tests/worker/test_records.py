@@ -16,7 +16,7 @@ def record(recorder: StepRecorder, step: int, batch: DecodeBatch, budget: StepBu
         draft.grow_confidence()
     outcome = DecodeStep(draft, target).run(batch, budget, lambda lengths: None)
     plan = BudgetPlan(True, 3, 5, 6, 3.25, 0.002, 0.1, Reason.TRIMMED, PlanState()) if budget.packed else None
-    recorder.record(step, ["a", "b"], budget, outcome, plan)
+    recorder.record(step, ["a", "b"], budget, outcome, plan, Reason.TRIMMED if plan else Reason.FULL, budget.tier)
 
 
 def recorded(limit: int, steps: int) -> StepRecorder:
@@ -36,7 +36,7 @@ def test_a_record_holds_what_the_step_did() -> None:
     assert second["accepted"] == GAMMA
     assert first["ceiling"] == WINDOW
     assert first["survival"] is None
-    assert (step["draft"], step["budget"], step["forwarded_rows"], step["reason"]) == (True, 8, 10, None)
+    assert (step["draft"], step["budget"], step["forwarded_rows"], step["reason"]) == (True, 8, 10, "full window")
 
 
 def test_a_trimmed_step_shows_its_plan_and_survival() -> None:
