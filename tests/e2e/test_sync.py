@@ -98,7 +98,8 @@ def test_greedy_jobs_that_fit_are_lossless(small_server: ServerProcess, plain_an
 def test_a_pin_is_honoured_in_static_mode(small_server: ServerProcess, plain_answers: dict[str, Any]) -> None:
     """Half of the drafts: 1 + floor(0.5 * 3) rows for a lone request, and the same text."""
     assert set_state(small_server, dspark_force_budget_frac=0.5, dspark_clear_info_records=True)
-    answer = small_server.generate(LIMIT_PROMPT, sampling_params={"temperature": 0, "max_new_tokens": 20})
+    params = {"temperature": 0, "max_new_tokens": 20, "ignore_eos": True}
+    answer = small_server.post("/generate", {"text": LIMIT_PROMPT, "sampling_params": params})
     schedule = record(small_server)["schedule"]
     assert set_state(small_server, dspark_force_budget_frac=-1)
     assert answer["output_ids"] == plain_answers["context limit"][0][:20]
