@@ -75,7 +75,7 @@ class StepGraphs:
         one = self.buffers.rows[:1]
         self.buffers.stage(one, one, one, 0)  # the only launch outside of graphs: compiled here, not in the first step
         started, before = time.monotonic(), _free_bytes(self._device)
-        jobs = list(self._jobs(kinds))
+        jobs, self._kinds = list(self._jobs(kinds)), set(kinds)
         with _capturing(self._device):
             for key, function in tqdm(jobs, desc="dspark: capturing graphs", disable=self._device.type == "cpu"):
                 self._graphs.capture(key, function)
@@ -92,7 +92,6 @@ class StepGraphs:
                 yield ("plain", slots, kind), lambda slots=slots, kind=kind: self._static.plain(slots, kind)
             for tier in reversed(self._tiers):
                 yield ("verify", tier, kind), lambda tier=tier, kind=kind: self._static.verify(tier, kind)
-        self._kinds = set(kinds)
 
     @property
     def tiers(self) -> list[int]:

@@ -15,7 +15,7 @@ from sglang.srt.speculative.ragged_verify import RaggedVerifyLayout
 
 from dspark.drafter.heads import ConfidenceScale
 from dspark.host.draft_model import DSparkDraftNet
-from dspark.types import DecodeBatch, PackedRows, TargetRows, VerifyPlan
+from dspark.types import DecodeBatch, TargetRows, VerifyPlan
 
 
 def block_info(
@@ -43,16 +43,14 @@ def block_info(
     return info
 
 
-def ragged_layout(packed: PackedRows | None) -> RaggedVerifyLayout | None:
-    """The host's description of packed rows, made of device values only."""
-    if packed is None:
-        return None
-    starts = packed.lens.cumsum(0, dtype=torch.int32) - packed.lens
+def ragged_layout(lens: torch.Tensor, rows: int) -> RaggedVerifyLayout:
+    """The host's description of ``rows`` packed rows, [R] int32 ``lens`` per request, made of device values only."""
+    ends = lens.cumsum(0, dtype=torch.int32)
     return RaggedVerifyLayout(
-        verify_lens=packed.lens,
-        graph_num_tokens=packed.request.shape[0],
-        extend_start_loc=starts,
-        qo_indptr_device=torch.cat([starts, (starts[-1] + packed.lens[-1])[None]]),
+        verify_lens=lens,
+        graph_num_tokens=rows,
+        extend_start_loc=ends - lens,
+        qo_indptr_device=torch.nn.functional.pad(ends, (1, 0)),
     )
 
 
@@ -126,7 +124,8 @@ class HostTargetNet:
         assert host is not None
         window = plan.tokens.shape[1]
         tokens, positions, slots = plan.inputs(batch)
-        verify = block_info(window, tokens, positions, CaptureHiddenMode.FULL, ragged_layout(plan.packed))
+        layout = None if plan.packed is None else ragged_layout(plan.packed.lens, tokens.shape[0])
+        verify = block_info(window, tokens, positions, CaptureHiddenMode.FULL, layout)
         host.out_cache_loc = slots
         if host.seq_lens_cpu is None:
             # Backends that need host lengths may take an upper bound: rows past a request's length are never read.

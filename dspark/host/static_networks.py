@@ -14,11 +14,9 @@ from sglang.srt.model_executor.forward_context import ForwardContext, forward_co
 from sglang.srt.model_executor.model_runner import ModelRunner
 
 from dspark.cuda_graph.static import StepBuffers
-from dspark.drafter.heads import ConfidenceScale
-from dspark.host.draft_model import DSparkDraftNet
-from dspark.host.networks import block_info, ragged_layout
+from dspark.host.networks import HostDraftNet, block_info, ragged_layout
 from dspark.kernels.triton_pack import window_offsets
-from dspark.types import DecodeBatch, PackedRows, TargetRows, VerifyPlan
+from dspark.types import DecodeBatch, TargetRows, VerifyPlan
 
 
 class PageTable:
@@ -66,12 +64,12 @@ class _StaticForward:
         positions: torch.Tensor,
         slots: torch.Tensor,
         lengths: torch.Tensor,
-        packed: PackedRows,
+        lens: torch.Tensor,
         window: int,
         hidden: CaptureHiddenMode,
     ) -> Any:
         count = lengths.shape[0]
-        layout = ragged_layout(packed) if self._pages.pages is None else None  # FA3 gets it as metadata
+        layout = ragged_layout(lens, tokens.shape[0]) if self._pages.pages is None else None  # FA3 gets it as metadata
         forward_batch = ForwardBatch(
             forward_mode=ForwardMode.TARGET_VERIFY,
             batch_size=count,
@@ -90,7 +88,7 @@ class _StaticForward:
             if self._pages.pages is None:
                 backend.init_forward_metadata(forward_batch)
             else:
-                backend.forward_metadata = self._fa3_metadata(packed.lens, lengths, window)
+                backend.forward_metadata = self._fa3_metadata(lens, lengths, window)
             return self._runner.model.forward(tokens, positions, forward_batch)
 
     def _fa3_metadata(self, lens: torch.Tensor, lengths: torch.Tensor, window: int) -> Any:
@@ -111,17 +109,12 @@ class _StaticForward:
         return metadata
 
 
-class StaticDraftNet:
-    """:class:`dspark.worker.protocols.DraftNet` on static buffers."""
+class StaticDraftNet(HostDraftNet):
+    """The drafter on static buffers; only the block's forward differs."""
 
     def __init__(self, runner: ModelRunner, buffers: StepBuffers, pages: PageTable, mask_token_id: int) -> None:
-        self._runner = runner
-        self._model: DSparkDraftNet = runner.model
+        super().__init__(runner, mask_token_id)
         self._forward = _StaticForward(runner, buffers, pages)
-        self._mask_token_id = mask_token_id
-        self.markov_head = self._model.markov_head
-        self.confidence_head = self._model.confidence_head
-        self.calibration: ConfidenceScale | None = None
 
     def block_hidden(self, batch: DecodeBatch) -> torch.Tensor:
         """[S, G, H]; padding drafts too, into the spare KV slot."""
@@ -129,25 +122,10 @@ class StaticDraftNet:
         tokens = torch.full((requests, gamma), self._mask_token_id, dtype=torch.int64, device=batch.anchors.device)
         tokens[:, 0] = batch.anchors
         positions = batch.positions[:, :gamma].reshape(-1)
-        every = torch.arange(requests * gamma, device=tokens.device)
-        block = PackedRows(
-            lens=torch.full_like(batch.anchors, gamma, dtype=torch.int32),
-            request=every // gamma,
-            column=every % gamma,
-            valid=torch.ones_like(every, dtype=torch.bool),
-            index=every.view(requests, gamma),
-        )
+        lens = torch.full_like(batch.anchors, gamma, dtype=torch.int32)
         slots = batch.slots[:, :gamma].reshape(-1)
-        output = self._forward(tokens.view(-1), positions, slots, batch.lengths, block, gamma, CaptureHiddenMode.NULL)
+        output = self._forward(tokens.view(-1), positions, slots, batch.lengths, lens, gamma, CaptureHiddenMode.NULL)
         return output.hidden_states.view(requests, gamma, -1)
-
-    def base_logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        """[S, G, H] -> [S, G, V]."""
-        return self._model.base_logits(hidden)
-
-    def inject(self, features: torch.Tensor, positions: torch.Tensor, slots: torch.Tensor) -> None:
-        """Write the context KV of N tokens."""
-        self._model.write_context(self._runner.token_to_kv_pool, features, positions, slots)
 
 
 class StaticTargetNet:
@@ -162,7 +140,7 @@ class StaticTargetNet:
         output = self._forward(
             *plan.inputs(batch),
             batch.lengths,
-            plan.packed,
+            plan.packed.lens,
             plan.tokens.shape[1],
             CaptureHiddenMode.FULL,
         )

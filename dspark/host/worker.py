@@ -203,11 +203,9 @@ class DSparkWorker(BaseSpecWorker):
         if batch.seq_lens.is_cuda:
             # Made on the scheduler's stream, read on this one: the allocator must not reuse it too early.
             batch.seq_lens.record_stream(torch.cuda.current_stream())
-        pool = self.model_runner.req_to_token_pool
         slots = batch.req_pool_indices_cpu.numpy().copy()  # remembered for two steps, while the batch changes
-        budget = self._budgets.decide(
-            slots, pool.req_generation.numpy()[slots], context_tokens(batch, self.spec.window)
-        )
+        generations = self._requests.generations[slots]
+        budget = self._budgets.decide(slots, generations, context_tokens(batch, self.spec.window))
         kind = self._requests.kind(batch)
         refusal = "no graphs" if self._graphs is None else self._graphs.refusal(batch, budget, kind)
         if self._graphs is not None and refusal is None:
@@ -217,7 +215,8 @@ class DSparkWorker(BaseSpecWorker):
             self._eager_steps[str(refusal)] += 1
             budget = budget.unpadded(len(batch.reqs), self.spec.gamma)
             forwarded = budget.tier
-            inputs = decode_batch(batch, self._window, pool.req_to_token, self._requests)
+            table = self.model_runner.req_to_token_pool.req_to_token
+            inputs = decode_batch(batch, self._window, table, self._requests)
             self._draft_net.bind(batch)
             self._target_net.bind(batch)
             outcome = self._step.run(inputs, budget, publish)

@@ -148,7 +148,7 @@ class BudgetScheduler:
         self._reasons: Counter[Reason] = Counter()
         # R -> steps, scheduled rows M, forwarded rows, steps without a draft
         self._by_requests: defaultdict[int, np.ndarray] = defaultdict(lambda: np.zeros(4, dtype=np.int64))
-        self._relay.waits = 0
+        self._relay.waits = self._relay.own_rows = 0
         self._relay.found = dict.fromkeys(self._relay.found, 0)
 
     def statistics(self) -> dict[str, Any]:
@@ -162,6 +162,7 @@ class BudgetScheduler:
             "cost_source": self.cost_source,
             "reasons": {str(reason): count for reason, count in sorted(self._reasons.items())},
             "relay": {str(found): count for found, count in self._relay.found.items()},
+            "own_confidences": self._relay.own_rows,
             "late_confidences": self._relay.waits,
             "by_batch": {
                 str(requests): dict(zip(names, row.tolist(), strict=True))

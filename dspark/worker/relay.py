@@ -71,6 +71,7 @@ class ConfidenceRelay:
         self._history = History()
         self._transfers: dict[int, Transfer] = {}
         self._prior = SurvivalPrior.initial(gamma)
+        self.own_rows = 0  # requests that were planned with a confidence of their own
         self.waits = 0  # entries that were not there when they were needed
         self.found = dict.fromkeys((Found.FRESH, Found.NO_DRAFT, Found.MISSING), 0)
 
@@ -105,4 +106,5 @@ class ConfidenceRelay:
         assert found.survival is not None, "the only transfer that could be late was waited for"
         self._prior = self._prior.update(found.own)
         self.found[found.found] += 1
+        self.own_rows += int(np.count_nonzero(found.known))
         return found

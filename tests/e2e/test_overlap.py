@@ -60,6 +60,17 @@ def test_mixed_traffic_is_lossless_and_nothing_is_lost(
     assert schedule["late_confidences"] == 0
 
 
+def test_a_row_reused_after_a_flush_is_not_fresh(overlap_server: ServerProcess) -> None:
+    """The host then counts generations from zero again; the first two plans of the next request know nothing of it."""
+    params = {"temperature": 0, "max_new_tokens": 24, "ignore_eos": True}
+    for prompt in ([504, 338, 253, 2412], [28, 29, 30, 31]):
+        overlap_server.flush_cache()
+        assert set_state(overlap_server, dspark_clear_info_records=True)
+        overlap_server.generate(prompt, sampling_params=params)
+    schedule = record(overlap_server)["schedule"]
+    assert schedule["own_confidences"] == schedule["steps"] - 2 > 0
+
+
 def test_the_earliest_reason_ends_an_answer(overlap_server: ServerProcess, plain_answers: dict[str, Any]) -> None:
     """Several ends can lie in one block: EOS before the length limit, the second stop string before the first."""
     answers = run_all(overlap_server, finish_jobs(), at_once=8)

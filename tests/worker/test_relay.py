@@ -90,6 +90,7 @@ def test_new_and_reused_slots_are_not_fresh() -> None:
     np.testing.assert_array_equal(found.survival[0], rows(1, 2)[1].numpy())
     np.testing.assert_array_equal(found.survival[1], found.survival[2])
     assert found.survival[1, 0] < 1
+    assert relay.own_rows == 1
 
 
 def test_a_step_without_a_draft_says_nothing() -> None:
