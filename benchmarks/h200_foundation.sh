@@ -8,7 +8,7 @@ draft=examples/smollm2-135m-dspark
 mkdir -p "$out"
 python3 -m dspark doctor --model-path "$target" --speculative-draft-model-path "$draft" 2>&1 | tail -n 20
 python3 -m pytest -q -m gpu tests/gpu 2>&1 | tail -n 5
-for graphs in "" "--disable-cuda-graph"; do # with and without the host's CUDA graphs of the target
+for graphs in "" "--disable-cuda-graph"; do # with and without CUDA graphs
     python3 -m dspark demo --target "$target" --server-args="--mem-fraction-static 0.5 $graphs" 2>&1 | tee "$out/demo$graphs.log" | tail -n 16
 done
 python3 -m benchmarks.ab_acceptance --target "$target" --draft "$draft" --prompts "$prompts" --per-set 34 --seeds 3 \
