@@ -14,8 +14,8 @@ from sglang.srt.model_executor.forward_context import ForwardContext, forward_co
 from sglang.srt.model_executor.model_runner import ModelRunner
 
 from dspark.cuda_graph.static import StepBuffers
+from dspark.host.flash_attention import RowAttention
 from dspark.host.networks import HostDraftNet, block_info, ragged_layout
-from dspark.kernels.triton_pack import window_offsets
 from dspark.types import DecodeBatch, TargetRows, VerifyPlan
 
 
@@ -84,29 +84,12 @@ class _StaticForward:
             capture_hidden_mode=hidden,
         )
         backend = self._runner.attn_backend
+        if self._pages.pages is None:
+            backend.init_forward_metadata(forward_batch)
+        else:
+            backend = RowAttention(backend, lens, lengths, self._pages.pages[:count], window)
         with forward_context(ForwardContext(attn_backend=backend)):
-            if self._pages.pages is None:
-                backend.init_forward_metadata(forward_batch)
-            else:
-                backend.forward_metadata = self._fa3_metadata(lens, lengths, window)
             return self._runner.model.forward(tokens, positions, forward_batch)
-
-    def _fa3_metadata(self, lens: torch.Tensor, lengths: torch.Tensor, window: int) -> Any:
-        """What FlashAttention 3 needs for a verify forward, made of device values."""
-        from sglang.srt.layers.attention.flashattention_backend import FlashAttentionMetadata
-
-        assert self._pages.pages is not None
-        pages = self._pages.pages[: lengths.shape[0]]
-        metadata = FlashAttentionMetadata()
-        offsets, key_offsets = lens.new_empty((2, lens.shape[0] + 1))
-        keys = torch.empty_like(lens)
-        window_offsets(lens, lengths, offsets, keys, key_offsets)
-        metadata.cache_seqlens_int32 = keys
-        metadata.cu_seqlens_q, metadata.cu_seqlens_k = offsets, key_offsets
-        metadata.max_seq_len_q = window
-        metadata.max_seq_len_k = pages.shape[1]
-        metadata.page_table = pages
-        return metadata
 
 
 class StaticDraftNet(HostDraftNet):
