@@ -114,6 +114,7 @@ class StaticDraftNet(HostDraftNet):
 
     def __init__(self, runner: ModelRunner, buffers: StepBuffers, pages: PageTable, mask_token_id: int) -> None:
         super().__init__(runner, mask_token_id)
+        self._model.bind(runner.token_to_kv_pool)
         self._forward = _StaticForward(runner, buffers, pages)
 
     def block_hidden(self, batch: DecodeBatch) -> torch.Tensor:
