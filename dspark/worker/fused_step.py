@@ -16,6 +16,7 @@ from dspark.kernels.target_probs import target_probs
 from dspark.kernels.triton_accept_greedy import accept_greedy_into, empty_result
 from dspark.kernels.triton_accept_sample import AcceptInputs, accept_sample_into
 from dspark.kernels.triton_allocate import allocate_lengths
+from dspark.kernels.triton_confidence import ConfidenceWeights, confidence
 from dspark.kernels.triton_markov import TILE as MARKOV_TILE
 from dspark.kernels.triton_markov import MarkovRow, markov_sample
 from dspark.kernels.triton_pack import PackedInputs, pack_windows
@@ -33,36 +34,49 @@ class FusedStep(DecodeStep):
         self._buffers = buffers
 
     def draft(self, batch: DecodeBatch, budget: StepBudget) -> Drafted:
-        """A block; its survival comes with the allocation. Heads with a state of their own take the torch loop."""
-        head = self._draft_net.markov_head
-        if not budget.draft or type(head) is not VanillaMarkovHead:
-            return super().draft(batch, budget)
-        hidden = self._draft_net.block_hidden(batch)
-        base = self._draft_net.base_logits(hidden)
-        tokens = self._chain(head, base, batch)
-        confidence = None
-        if self._draft_net.confidence_head is not None:
-            previous = torch.cat([batch.anchors[:, None], tokens[:, :-1]], dim=1)
-            logits = self._draft_net.confidence_head(hidden, head.embed(previous))
-            scale = self._draft_net.calibration
-            confidence = torch.sigmoid(logits) if scale is None else scale(logits, batch.sampling.calibration)
-        return BlockProposal(tokens, None, confidence), None
+        """A block, left in the buffers; its survival comes with the allocation.
 
-    def _chain(self, head: VanillaMarkovHead, base: torch.Tensor, batch: DecodeBatch) -> torch.Tensor:
-        """[R, G] int64: gamma positions, each conditioned on the token before it."""
+        Heads with a state of their own take the torch loop.
+        """
+        if not budget.draft:
+            return None, None
+        buffers, requests, head = self._buffers, batch.size, self._draft_net.markov_head
+        tokens, trust = buffers.drafts[:requests], buffers.confidence[:requests]
+        if type(head) is not VanillaMarkovHead:
+            found, _ = super().draft(batch, budget)
+            assert found is not None
+            tokens.copy_(found.tokens)
+            if found.confidence is not None:
+                trust.copy_(found.confidence)
+            return BlockProposal(tokens, found.probs, None if found.confidence is None else trust), None
+        hidden = self._draft_net.block_hidden(batch)
+        self._chain(head, self._draft_net.base_logits(hidden), batch)
+        of_head, scale = self._draft_net.confidence_head, self._draft_net.calibration
+        if of_head is None:
+            return BlockProposal(tokens, None, None), None
+        weights = ConfidenceWeights(
+            of_head.proj.weight[0],
+            of_head.proj.bias,
+            head.markov_w1.weight if of_head.with_markov else None,
+            None if scale is None else scale.temperatures,
+            None if scale is None else scale.offsets,
+        )
+        confidence(hidden, batch.anchors, tokens, weights, batch.sampling.calibration, trust)
+        return BlockProposal(tokens, None, trust), None
+
+    def _chain(self, head: VanillaMarkovHead, base: torch.Tensor, batch: DecodeBatch) -> None:
+        """Write gamma drafts to the buffers, each conditioned on the token before it."""
         requests, gamma, vocab = base.shape
         tiles = TileBuffers.empty(requests, vocab, MARKOV_TILE, base.device)
-        tokens = torch.empty((gamma, requests), dtype=torch.int64, device=base.device)
         weight, latents = head.markov_w2.weight, head.markov_w1.weight
         previous = batch.anchors
         for k in range(gamma):  # unrolled by the capture
-            row = MarkovRow(tokens[k])
+            row = MarkovRow(self._buffers.drafts[:requests, k])
             if not batch.sampling.all_greedy:
                 values, tops, totals = self._buffers.distribution_buffers()
-                row = MarkovRow(tokens[k], values[:requests, k], tops[:requests, k], totals[:requests, k])
+                row = MarkovRow(row.tokens, values[:requests, k], tops[:requests, k], totals[:requests, k])
             markov_sample(base[:, k], weight, latents, previous, batch.sampling, batch.lengths, k, row, tiles)
-            previous = tokens[k]
-        return tokens.T
+            previous = row.tokens
 
     def plan(
         self, batch: DecodeBatch, budget: StepBudget, proposal: BlockProposal | None, survival: torch.Tensor | None

@@ -57,9 +57,6 @@ class StaticStep:
         self._begin(slots)
         proposal, _ = self._step.draft(self._batch(slots, sampling), StepBudget(True, 0, 0, packed=True))
         assert proposal is not None
-        self.buffers.drafts[:slots].copy_(proposal.tokens)
-        if proposal.confidence is not None:
-            self.buffers.confidence[:slots].copy_(proposal.confidence)
         self.buffers.as_logits = proposal.probs is None  # a property of the drafter, the same in every capture
         if proposal.probs is not None:
             self.buffers.distribution_buffers()[0][:slots].copy_(proposal.probs)

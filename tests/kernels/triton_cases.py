@@ -174,7 +174,7 @@ def check_markov(
 
     base = spread(draw(requests, vocab) * 3)
     weight, latent = spread_rows(draw(vocab, rank)), draw(vocab if gather else requests, rank) / rank**0.5
-    previous = torch.randint(vocab, (requests,), generator=generator).to(DEVICE) if gather else None
+    previous = spread(torch.randint(vocab, (requests,), generator=generator).to(DEVICE)) if gather else None
     positions, row = torch.arange(requests, device=DEVICE) * 1001 + (1 << 33), 3
     sampling = sampling_rows(requests, mode)
     tiles = triton_scan.TileBuffers.empty(requests + 1, vocab, tile, DEVICE)
