@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from itertools import repeat
 from typing import Any
 
 import torch
@@ -91,9 +92,11 @@ class ContextProjection:
             self.load()
         usable = self._weight is not None and all(plain_rotary(each.rotary_emb) for each in self._attentions)
         self._caches = caches_of(pool, len(self._attentions)) if usable else None
-        on_gpu = self._caches is not None and self._caches.addresses.is_cuda
-        for layer, attention in enumerate(self._attentions):
-            attention.caches = (self._caches.keys[layer], self._caches.values[layer]) if on_gpu else None
+        pairs: Iterable[Any] = repeat(None)
+        if self._caches is not None and self._caches.addresses.is_cuda:
+            pairs = zip(self._caches.keys, self._caches.values, strict=True)
+        for attention, pair in zip(self._attentions, pairs, strict=False):
+            attention.caches = pair
 
     def write(self, context: torch.Tensor, positions: torch.Tensor, slots: torch.Tensor) -> bool:
         """Store the KV of context tokens in every layer's cache.

@@ -147,8 +147,9 @@ def confidence_triton(
     assert latents is None or latents.stride(1) == 1
     assert dense(anchors, proj, weights.bias, weights.temperatures, weights.offsets, classes)
     w1 = hidden if latents is None else latents
-    numbers = (proj if x is None else x for x in (weights.bias, weights.temperatures, weights.offsets))
-    scale = _Scale(*numbers, anchors if classes is None else classes)  # what stands in for None is never read
+    assert weights.temperatures is None or weights.temperatures.shape[1] == gamma
+    given = (weights.bias, weights.temperatures, weights.offsets, classes)
+    scale = _Scale(*[anchors if tensor is None else tensor for tensor in given])  # what stands in is never read
     depth = min(_MAX_DEPTH, power_of_two(width))
     _confidence_kernel[(requests, gamma)](
         _Hidden(hidden, hidden.stride(0), hidden.stride(1), width),
