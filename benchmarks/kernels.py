@@ -26,6 +26,7 @@ from dspark.kernels import triton_accept_greedy as accept_greedy
 from dspark.kernels import triton_accept_sample as accept_sample
 from dspark.kernels import (
     triton_allocate,
+    triton_begin,
     triton_confidence,
     triton_inject,
     triton_markov,
@@ -111,6 +112,18 @@ def allocate_case(shapes: Shapes) -> Case:
     survival = empty(shapes, requests, gamma)
     arms = both(triton_allocate, "allocate_lengths", confidence, budget, lens, offsets, survival)
     return Case("allocate", *arms, size_of(confidence, lens, offsets, survival))
+
+
+def begin_case(shapes: Shapes) -> Case:
+    """Contexts of 4,000 tokens, with a copy of the slot table."""
+    requests, window, device = shapes.requests, shapes.gamma + 1, shapes.device
+    table, rows = randint(shapes, 1 << 30, requests, 4096).to(torch.int32), torch.arange(requests, device=device)
+    tokens, positions, slots = (empty(shapes, requests, window, dtype=torch.int64) for _ in range(3))
+    windows, pages = triton_begin.Windows(tokens, positions, slots), torch.empty_like(table)
+    block = triton_begin.BlockInputs.empty(requests, shapes.gamma, device)
+    staged = rows, randint(shapes, shapes.vocab, requests), torch.full((requests,), 4000, device=device)
+    arms = both(triton_begin, "begin_step", *staged, table, 5, windows, block, pages)
+    return Case("begin", *arms, 2 * size_of(pages))
 
 
 def pack_case(shapes: Shapes) -> Case:
@@ -229,6 +242,7 @@ def rope_case(shapes: Shapes) -> Case:
 
 
 CASES: dict[str, Callable[[Shapes], Case]] = {
+    "begin": begin_case,
     "allocate": allocate_case,
     "pack": pack_case,
     "scan": lambda shapes: scan_case(shapes, statistics=False),

@@ -60,7 +60,7 @@ class StepGraphs:
         device = torch.device(target.device)
         self._device = device
         self.buffers = StepBuffers(max_requests, spec.window, device)
-        pages = PageTable(target, self.buffers, spec.window)
+        pages = PageTable(target, self.buffers, spec.mask_token_id)
         draft_net = StaticDraftNet(draft, self.buffers, pages, spec.mask_token_id)
         draft_net.calibration = calibration
         step = FusedStep(draft_net, StaticTargetNet(target, self.buffers, pages), self.buffers)

@@ -39,14 +39,13 @@ class StaticStep:
         """Args:
         step: a ``FusedStep`` on these buffers.
         buffers: shared by all graphs.
-        prepare: called first in a step, with its slots: everything that reads the host's slot table.
+        prepare: called first in a step, with its slots: ``StepBuffers.begin`` on the host's slot table.
         sampling_of: parameters of the staged requests.
         full_windows: forward full windows and cut the commit (cap-accept).
         """
         self._step, self.buffers, self._prepare, self._sampling_of = step, buffers, prepare, sampling_of
         self._packed = not full_windows
         self._window = buffers.drafts.shape[1] + 1
-        self._columns = torch.arange(self._window, device=buffers.rows.device)
 
     def slots_of(self, tier: int) -> int:
         """Requests that a verify graph of ``tier`` rows holds."""
@@ -54,7 +53,7 @@ class StaticStep:
 
     def draft(self, slots: int, sampling: Sampling) -> None:
         """Draft a block for ``slots`` requests."""
-        self._begin(slots)
+        self._prepare(slots)
         proposal, _ = self._step.draft(self._batch(slots, sampling), StepBudget(True, 0, 0, packed=True))
         assert proposal is not None
         self.buffers.as_logits = proposal.probs is None  # a property of the drafter, the same in every capture
@@ -71,21 +70,16 @@ class StaticStep:
 
     def plain(self, slots: int, sampling: Sampling) -> torch.Tensor:
         """Commit one token per request without a draft; see :meth:`flat`."""
-        self._begin(slots)
+        self._prepare(slots)
         budget = StepBudget(False, 0, slots, packed=True)
         return self.flat(self._step.run(self._batch(slots, sampling), budget, _nobody))
 
-    def _begin(self, slots: int) -> None:
-        self._prepare(slots)
-        self.buffers.windows[:slots, 0].copy_(self.buffers.anchors[:slots])
-
     def _batch(self, slots: int, sampling: Sampling) -> DecodeBatch:
         buffers = self.buffers
-        lengths = buffers.lengths[:slots]
         return DecodeBatch(
             anchors=buffers.anchors[:slots],
-            lengths=lengths,
-            positions=lengths[:, None] + self._columns,
+            lengths=buffers.lengths[:slots],
+            positions=buffers.positions[:slots],
             slots=buffers.kv_slots[:slots],
             sampling=self._sampling_of(buffers.rows[:slots], sampling),
             live=buffers.live[:slots],

@@ -82,14 +82,14 @@ def test_graphs_replay_with_new_values() -> None:
     positions = torch.arange(rows, device="cuda")
     weights = confidence_weights(heads * dim, 16, 99, 1, gamma, True, BF16, generator)
     hidden, out = queries.view(2, gamma, -1), poisoned(2, gamma, dtype=torch.float32)
-    drafts = torch.randint(99, (2, gamma), device="cuda")
+    drafts, anchors = torch.randint(99, (2, gamma), device="cuda"), torch.tensor([5, 6], device="cuda")
 
     def step() -> None:
         triton_rope.qk_norm_rope(
             qkv, (norms[0], norms[1]), 1e-6, table, positions, at, (buffers[0][0], buffers[1][0]), queries
         )
         triton_inject.kv_inject(kv, norms, 1e-6, table, positions, at, caches)
-        triton_confidence.confidence(hidden, drafts[:, 0].contiguous(), drafts, weights, None, out)
+        triton_confidence.confidence(hidden, anchors, drafts, weights, None, out)
 
     graph = captured(step)
     for move in (0, 5, 900):

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from dataclasses import fields
+
 import torch
 
-from dspark.kernels import triton_confidence, triton_inject, triton_rope
+from dspark.kernels import triton_begin, triton_confidence, triton_inject, triton_rope
 from tests.compare import Tolerance, assert_close, assert_equal
 from tests.kernels.triton_cases import DEVICE, POISON, poisoned, spread, spread_rows
 
@@ -132,3 +134,29 @@ def check_confidence(
         assert bool((out[:, gamma] == POISON).all()), "columns of others stay"
         results.append(out[:requests, :gamma].contiguous())
     assert_close(results[1], results[0], PRODUCT, "confidence")
+
+
+def check_begin(requests: int, window: int, pages: int) -> None:
+    """Kernel against reference, to the bit; ``pages`` 0: none are wanted."""
+    generator = torch.Generator().manual_seed(requests + window)
+    width = 200
+    table = torch.randint(2**31 - 1, (requests + 4, width), generator=generator).to(torch.int32).to(DEVICE)
+    rows = torch.randint(requests + 4, (requests,), generator=generator).to(DEVICE)
+    lengths = torch.randint(width - window + 1, (requests,), generator=generator)
+    lengths[:1], lengths[1:2] = width - window, 0  # the last window there is, and none before
+    anchors = torch.randint(151_936, (requests,), generator=generator).to(DEVICE)
+    results = []
+    for launch in (triton_begin.begin_step_reference, triton_begin.begin_step_triton):
+        tokens = poisoned(requests, window + 3, dtype=torch.int64)
+        vectors = [poisoned(requests, window, dtype=torch.int64) for _ in range(2)]
+        block = triton_begin.BlockInputs.empty(requests + 2, window - 1, DEVICE)
+        for buffer in (block.ids, block.positions, block.slots, block.keys, block.key_offsets):
+            buffer.fill_(POISON)
+        table_rows = poisoned(requests, pages + 2, dtype=torch.int32)[:, :pages] if pages else None
+        windows = triton_begin.Windows(tokens[:, :window], *vectors)
+        launch(rows, anchors, lengths.to(DEVICE), table, 5, windows, block.of(requests), table_rows)
+        results.append([tokens, *vectors, *(getattr(block, field.name) for field in fields(block))])
+        results[-1] += [table_rows] if pages else []
+    for at, (required, found) in enumerate(zip(*results, strict=True)):
+        assert_equal(found, required, f"output {at}")
+    assert bool((results[1][0][:, 1:] == POISON).all()), "drafts are not written"
