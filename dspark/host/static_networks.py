@@ -14,8 +14,8 @@ from sglang.srt.model_executor.forward_context import ForwardContext, forward_co
 from sglang.srt.model_executor.model_runner import ModelRunner
 
 from dspark.cuda_graph.static import StepBuffers
+from dspark.host.flash_attention import RowAttention, Spans
 from dspark.host.networks import HostDraftNet, block_info, ragged_layout
-from dspark.kernels.triton_pack import window_offsets
 from dspark.types import DecodeBatch, TargetRows, VerifyPlan
 
 
@@ -54,9 +54,9 @@ class _StaticForward:
         lens: torch.Tensor,
         window: int,
         hidden: CaptureHiddenMode,
-        spans: tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None = None,
+        spans: Spans | None = None,
     ) -> Any:
-        """Args: tokens, positions, slots [T] int64; lengths [S] int64; lens [S] int32; spans: see ``_fa3_metadata``."""
+        """Args: tokens, positions, slots [T] int64; lengths [S] int64; lens [S] int32; spans: see ``RowAttention``."""
         count = lengths.shape[0]
         layout = ragged_layout(lens, tokens.shape[0]) if self._pages.pages is None else None  # FA3 gets it as metadata
         forward_batch = ForwardBatch(
@@ -73,40 +73,12 @@ class _StaticForward:
             capture_hidden_mode=hidden,
         )
         backend = self._runner.attn_backend
+        if self._pages.pages is None:
+            backend.init_forward_metadata(forward_batch)
+        else:
+            backend = RowAttention(backend, lens, lengths, self._pages.pages[:count], window, spans)
         with forward_context(ForwardContext(attn_backend=backend)):
-            if self._pages.pages is None:
-                backend.init_forward_metadata(forward_batch)
-            else:
-                backend.forward_metadata = self._fa3_metadata(lens, lengths, window, spans)
             return self._runner.model.forward(tokens, positions, forward_batch)
-
-    def _fa3_metadata(
-        self,
-        lens: torch.Tensor,
-        lengths: torch.Tensor,
-        window: int,
-        spans: tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None,
-    ) -> Any:
-        """What FlashAttention 3 needs for a verify forward, made of device values.
-
-        ``spans``: offsets of the rows, keys and offsets of the keys (``window_offsets``), if known already.
-        """
-        from sglang.srt.layers.attention.flashattention_backend import FlashAttentionMetadata
-
-        assert self._pages.pages is not None
-        pages = self._pages.pages[: lengths.shape[0]]
-        metadata = FlashAttentionMetadata()
-        if spans is None:
-            offsets, key_offsets = lens.new_empty((2, lens.shape[0] + 1))
-            spans = offsets, torch.empty_like(lens), key_offsets
-            window_offsets(lens, lengths, *spans)
-        offsets, keys, key_offsets = spans
-        metadata.cache_seqlens_int32 = keys
-        metadata.cu_seqlens_q, metadata.cu_seqlens_k = offsets, key_offsets
-        metadata.max_seq_len_q = window
-        metadata.max_seq_len_k = pages.shape[1]
-        metadata.page_table = pages
-        return metadata
 
 
 class StaticDraftNet(HostDraftNet):
