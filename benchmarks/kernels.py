@@ -173,8 +173,8 @@ def accept_greedy_case(shapes: Shapes) -> Case:
     requests, window = shapes.requests, shapes.gamma + 1
     drafts, best = randint(shapes, 2, requests, shapes.gamma), randint(shapes, 2, requests * window)
     lens = torch.full((requests,), window, dtype=torch.int32, device=shapes.device)
-    out = accept_greedy.empty_result(requests, window, shapes.device)
-    arms = both(accept_greedy, "accept_greedy_into", drafts, best, lens, out)
+    out, positions = accept_greedy.FlatResult.empty(requests, window, shapes.device), randint(shapes, 4000, requests)
+    arms = both(accept_greedy, "accept_greedy_into", drafts, best, lens, out, None, None, positions)
     return Case("accept greedy", *arms, size_of(drafts, best, lens, out.tokens))
 
 
@@ -200,7 +200,7 @@ def accept_sample_case(shapes: Shapes) -> Case:
         randint(shapes, 1 << 62, requests),
         torch.arange(requests, device=shapes.device),
     )
-    out = accept_greedy.empty_result(requests, gamma + 1, shapes.device)
+    out = accept_greedy.FlatResult.empty(requests, gamma + 1, shapes.device)
     tiles = TileBuffers.empty(requests, vocab, shapes.tile, shapes.device)
     arms = both(accept_sample, "accept_sample_into", inputs, out, tiles, tile=shapes.tile)
     return Case("accept sampled", *arms, requests * vocab * (2 + 4))

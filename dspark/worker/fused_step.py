@@ -13,7 +13,7 @@ from dspark.cuda_graph.static import StepBuffers
 from dspark.drafter.heads import VanillaMarkovHead
 from dspark.kernels.distribution import Distribution
 from dspark.kernels.target_probs import target_probs
-from dspark.kernels.triton_accept_greedy import accept_greedy_into, empty_result
+from dspark.kernels.triton_accept_greedy import FlatResult, accept_greedy_into
 from dspark.kernels.triton_accept_sample import AcceptInputs, accept_sample_into
 from dspark.kernels.triton_allocate import allocate_lengths
 from dspark.kernels.triton_confidence import ConfidenceWeights, confidence
@@ -105,20 +105,20 @@ class FusedStep(DecodeStep):
     def accept(
         self, batch: DecodeBatch, proposal: BlockProposal | None, plan: VerifyPlan, rows: TargetRows
     ) -> tuple[AcceptResult, torch.Tensor | None]:
-        """One pass over the logits, one launch of the rule (two for sampled requests)."""
+        """One pass over the logits, one launch of the rule (two for sampled requests); see ``FlatResult``."""
         if proposal is None:
             return super().accept(batch, proposal, plan, rows)
         assert plan.packed is not None
         sampling, logits = batch.sampling, rows.logits
         requests, window = batch.positions.shape
         (count, vocab), device = logits.shape, logits.device
-        out = empty_result(requests, window, device)
-        ceiling = torch.empty(requests, dtype=torch.int32, device=device) if plan.full else None
+        out = FlatResult.empty(requests, window, device)
+        ceiling = out.ceiling if plan.full else None
         best = torch.empty(count, dtype=torch.int64, device=device)
         tiles = TileBuffers.empty(max(count, requests), vocab, TILE, device)
         if sampling.all_greedy:
             scan_rows(logits, best, tiles)
-            accept_greedy_into(proposal.tokens, best, plan.verify_lens, out, plan.packed.index, ceiling)
+            accept_greedy_into(proposal.tokens, best, plan.verify_lens, out, plan.packed.index, ceiling, batch.lengths)
             return out, ceiling
         softmax = Softmax(sampling.temperature, plan.packed.request, *torch.empty((2, count), device=device))
         scan_rows(logits, best, tiles, softmax)
@@ -139,3 +139,6 @@ class FusedStep(DecodeStep):
         )
         accept_sample_into(inputs, out, tiles, ceiling)
         return out, ceiling
+
+    def advanced(self, batch: DecodeBatch, accept: AcceptResult) -> torch.Tensor:
+        return accept.lengths if isinstance(accept, FlatResult) else super().advanced(batch, accept)

@@ -13,13 +13,12 @@ from typing import Literal
 import torch
 
 from dspark.cuda_graph.static import StepBuffers
+from dspark.kernels.triton_accept_greedy import FlatResult
 from dspark.types import BlockProposal, DecodeBatch, SamplingRows, StepBudget, StepOutcome
 from dspark.worker.fused_step import FusedStep
 
 Sampling = Literal["greedy", "sampled", "filtered"]
 """greedy: no request samples; filtered: some request uses top-k, top-p or min-p."""
-
-COLUMNS = 6  # of ``StaticStep.flat``
 
 SamplingOf = Callable[[torch.Tensor, Sampling], SamplingRows]
 """[S] request rows -> their sampling parameters, device values only."""
@@ -87,11 +86,10 @@ class StaticStep:
 
     @staticmethod
     def flat(outcome: StepOutcome) -> torch.Tensor:
-        """Everything that leaves the step in one int64 tensor, so that one copy saves it from the next replay.
-
-        tokens [S * W], then ``COLUMNS`` times [S]: accepted, committed, next anchor, lengths, verify lengths, ceiling.
-        """
+        """Everything that leaves the step, laid out as a ``FlatResult``."""
         accept = outcome.accept
+        if isinstance(accept, FlatResult):
+            return accept.flat
         ceiling = accept.committed if outcome.ceiling is None else outcome.ceiling
         lens = outcome.plan.verify_lens
         parts = (accept.accepted, accept.committed, accept.next_anchor, outcome.lengths, lens, ceiling)

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from dspark.cuda_graph.static import StepBuffers
+from dspark.kernels.triton_accept_greedy import COLUMNS
 from dspark.types import (
     AcceptResult,
     BlockProposal,
@@ -19,7 +20,7 @@ from dspark.types import (
     VerifyPlan,
 )
 from dspark.worker.fused_step import FusedStep
-from dspark.worker.static_step import COLUMNS, StaticStep
+from dspark.worker.static_step import StaticStep
 from dspark.worker.step import DecodeStep, Drafted, Publish
 from tests.compare import assert_equal
 from tests.lossless.networks import World, cap_accept, compact, draft_off, static
