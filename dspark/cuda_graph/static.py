@@ -31,6 +31,7 @@ class StepBuffers:
         self.lengths = zeros(slots)
         self.live = zeros(slots, dtype=torch.bool)
         self.budget = zeros(1)  # K
+        self.no_drafts = zeros(1)  # K of a step without a draft
         self.kv_slots = zeros(slots, window)
         self.positions = zeros(slots, window)
         self.windows = zeros(slots, window)  # anchors and drafts

@@ -37,6 +37,7 @@ class Committed(NamedTuple):
     accepted: Any
     committed: Any
     tokens: Any
+    width: Any
     next_anchor: Any
     ceiling: Any
     positions: Any
@@ -89,7 +90,8 @@ def committed_of(out: AcceptResult, ceiling: torch.Tensor | None, positions: tor
         assert positions is not None
         assert dense(positions)
         anchors, lengths, lens = positions, out.lengths, out.verify_lens
-    return Committed(out.accepted, out.committed, out.tokens, out.next_anchor, counts, anchors, lengths, lens)
+    width = out.tokens.shape[1]
+    return Committed(out.accepted, out.committed, out.tokens, width, out.next_anchor, counts, anchors, lengths, lens)
 
 
 @jit
@@ -117,14 +119,14 @@ def chain_end(passed, column, tested, COLS: tl.constexpr):
 
 @jit
 def commit(chains, out, request, length, accepted, replacement, FLAT: tl.constexpr, COLS: tl.constexpr):
-    """Store what [N] requests commit: drafts, then the replacement, cut at the window."""
+    """Store what [N] requests commit: drafts, then the replacement (up to the width), cut at the window."""
     known = request < chains.requests
     committed = tl.minimum(accepted + 1, length)
     column = tl.arange(0, COLS)[None, :]
-    replaced = (column == accepted[:, None]) | (column == chains.gamma)
+    replaced = (column == accepted[:, None]) | (column >= chains.gamma)
     tokens = tl.where(replaced, replacement[:, None], drafts_at(chains, request, column))
-    at = out.tokens + request.to(tl.int64)[:, None] * (chains.gamma + 1) + column
-    tl.store(at, tokens, mask=known[:, None] & (column <= chains.gamma))
+    at = out.tokens + request.to(tl.int64)[:, None] * out.width + column
+    tl.store(at, tokens, mask=known[:, None] & (column < out.width))
     tl.store(out.accepted + request, accepted, mask=known)
     tl.store(out.committed + request, committed, mask=known)
     last = tl.sum(tl.where(column == committed[:, None] - 1, tokens, 0), axis=1)
@@ -168,10 +170,11 @@ def accept_greedy_into(
     Nothing is allocated and nothing waits for the device, so a captured graph can run it.
 
     Args:
-        drafts: [R, G] int64, any strides.
+        drafts: [R, G] int64, any strides; without any (G = 0) the next token is committed.
         best: [N] int64, contiguous, arg max of every forwarded row (``scan_rows``).
         lens: [R] int32, verified rows per request, 1..G+1; 0 for a padded one, which commits nothing.
-        out: buffers (``empty_result``, ``FlatResult``); ``tokens`` past ``committed`` are unspecified.
+        out: buffers (``empty_result``, ``FlatResult``); ``tokens`` past ``committed`` are unspecified, and
+            may be wider than the window if G = 0.
         index: [R, G + 1] int64, the row of each place if rows are packed; None: request after request.
         ceiling: [R] integers out, what an uncut window would have committed, if all its rows were forwarded; 0 if
             padded.
@@ -201,7 +204,7 @@ def accept_greedy_reference(
 def store_result(
     found: AcceptResult, lens: torch.Tensor, out: AcceptResult, positions: torch.Tensor | None = None
 ) -> None:
-    """Copy a result; the anchor of padded requests, which commit nothing, is token 0."""
+    """Copy a result, a lone token as wide as asked; the anchor of padded requests, which commit nothing, is 0."""
     out.accepted.copy_(found.accepted)
     out.committed.copy_(found.committed)
     out.tokens.copy_(found.tokens)
@@ -222,7 +225,7 @@ def accept_greedy_triton(
     positions: torch.Tensor | None = None,
 ) -> None:
     """``accept_greedy_into`` in one launch."""
-    requests, gamma = drafts.shape
+    requests = drafts.shape[0]
     assert dense(best)
     if requests == 0:
         return
@@ -235,6 +238,6 @@ def accept_greedy_triton(
         CEILING=ceiling is not None,
         FLAT=isinstance(out, FlatResult),
         BLOCK=block,
-        COLS=power_of_two(gamma + 1),
+        COLS=power_of_two(out.tokens.shape[1]),
         num_warps=1,
     )

@@ -196,7 +196,8 @@ def accept_sample_into(
 
     Args:
         inputs: drafts, windows and distributions.
-        out: buffers (``empty_result``, ``FlatResult``); ``tokens`` past ``committed`` are unspecified.
+        out: buffers (``empty_result``, ``FlatResult``); ``tokens`` past ``committed`` are unspecified, and
+            may be wider than the window if G = 0.
         tiles: buffers of at least R rows, made for V and ``triton_scan.TILE``.
         ceiling: [R] integers out, what an uncut window would have committed, if all its rows were forwarded; 0 if
             padded.
@@ -236,7 +237,7 @@ def accept_sample_triton(
     tile: int = TILE,
 ) -> None:
     """``accept_sample_into`` over tiles of the vocabulary, then over the tiles."""
-    requests, gamma = inputs.drafts.shape
+    requests, columns = inputs.drafts.shape[0], power_of_two(out.tokens.shape[1])
     vocab = inputs.p.values.shape[-1]
     count = ceil_div(vocab, tile)
     if requests == 0:
@@ -254,7 +255,11 @@ def accept_sample_triton(
         inputs.lens if greedy is None else greedy,
         inputs.lens if greedy is None else inputs.best,
     )
-    flags = {"PACKED": inputs.index is not None, "GREEDY": greedy is not None, "COLS": power_of_two(gamma + 1)}
+    flags = {
+        "PACKED": inputs.index is not None,
+        "GREEDY": greedy is not None,
+        "COLS": power_of_two(out.tokens.shape[1]),
+    }
     _tile_kernel[(requests, count)](
         chains,
         rule,

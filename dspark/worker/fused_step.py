@@ -81,35 +81,40 @@ class FusedStep(DecodeStep):
     def plan(
         self, batch: DecodeBatch, budget: StepBudget, proposal: BlockProposal | None, survival: torch.Tensor | None
     ) -> VerifyPlan:
-        """Survival, lengths and offsets in one launch, the packed rows in another."""
-        if proposal is None:
-            return super().plan(batch, budget, proposal, survival)
+        """Survival, lengths and offsets in one launch, the packed rows in another.
+
+        Without a draft the windows are the anchors.
+        """
         assert batch.live is not None
-        assert isinstance(budget.drafts, torch.Tensor)
-        requests, window = batch.positions.shape
-        buffers, device = self._buffers, batch.anchors.device
+        buffers, device, requests = self._buffers, batch.anchors.device, batch.size
         lens = torch.empty(requests, dtype=torch.int32, device=device)
         offsets = torch.empty(requests + 1, dtype=torch.int32, device=device)
-        allocate_lengths(
-            buffers.confidence[:requests], budget.drafts, lens, offsets, buffers.survival[:requests], batch.live
-        )
-        forwarded = lens
+        drafts, count, known = self._none(requests), buffers.no_drafts, torch.empty_like(buffers.survival[:requests])
+        if proposal is not None:
+            assert isinstance(budget.drafts, torch.Tensor)
+            drafts, count, known = proposal.tokens, budget.drafts, buffers.survival[:requests]
+        allocate_lengths(buffers.confidence[:requests], count, lens, offsets, known, batch.live)
+        window, forwarded = drafts.shape[1] + 1, lens
         if not budget.packed:
             forwarded = (window * batch.live).to(torch.int32)
             offsets[1:] = forwarded.cumsum(0)
         inputs = PackedInputs.empty(forwarded, window, budget.tier)
-        pack_windows(batch.anchors, proposal.tokens, batch.lengths, batch.slots, None, offsets, inputs)
+        pack_windows(batch.anchors, drafts, batch.lengths, batch.slots, None, offsets, inputs)
         rows = (inputs.ids, inputs.positions, inputs.slots)
-        return VerifyPlan(lens, buffers.windows[:requests], inputs.rows, full=not budget.packed, rows=rows)
+        tokens = buffers.windows[:requests, :window]
+        return VerifyPlan(lens, tokens, inputs.rows, full=not budget.packed, rows=rows)
+
+    def _none(self, requests: int) -> torch.Tensor:
+        """[R, 0] drafts."""
+        return self._buffers.drafts[:requests, :0]
 
     def accept(
         self, batch: DecodeBatch, proposal: BlockProposal | None, plan: VerifyPlan, rows: TargetRows
     ) -> tuple[AcceptResult, torch.Tensor | None]:
         """One pass over the logits, one launch of the rule (two for sampled requests); see ``FlatResult``."""
-        if proposal is None:
-            return super().accept(batch, proposal, plan, rows)
         assert plan.packed is not None
         sampling, logits = batch.sampling, rows.logits
+        drafts = self._none(batch.size) if proposal is None else proposal.tokens
         requests, window = batch.positions.shape
         (count, vocab), device = logits.shape, logits.device
         out = FlatResult.empty(requests, window, device)
@@ -118,18 +123,19 @@ class FusedStep(DecodeStep):
         tiles = TileBuffers.empty(max(count, requests), vocab, TILE, device)
         if sampling.all_greedy:
             scan_rows(logits, best, tiles)
-            accept_greedy_into(proposal.tokens, best, plan.verify_lens, out, plan.packed.index, ceiling, batch.lengths)
+            accept_greedy_into(drafts, best, plan.verify_lens, out, plan.packed.index, ceiling, batch.lengths)
             return out, ceiling
         softmax = Softmax(sampling.temperature, plan.packed.request, *torch.empty((2, count), device=device))
         scan_rows(logits, best, tiles, softmax)
         p = Distribution(logits, softmax.tops, softmax.totals)
         if sampling.filters:
             p = Distribution(target_probs(logits[:, None], sampling.rows(plan.packed.request)).squeeze(1))
+        q = Distribution(p.values.new_empty(requests, 0, vocab))
         inputs = AcceptInputs(
-            proposal.tokens,
+            drafts,
             plan.verify_lens,
             p,
-            self._buffers.distribution(requests),
+            q if proposal is None else self._buffers.distribution(requests),
             sampling.temperature,
             sampling.seeds,
             batch.lengths,

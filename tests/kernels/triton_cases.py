@@ -299,10 +299,12 @@ def poisoned_result(requests: int, window: int) -> AcceptResult:
 
 def check_flat(found: greedy.FlatResult, required: AcceptResult, lens: torch.Tensor, positions: torch.Tensor) -> None:
     """The columns of a flat result, in the order that is promised."""
-    requests, window = required.tokens.shape
+    requests, window = found.tokens.shape
+    given = required.tokens.expand_as(found.tokens)  # a single token is repeated
     kept = torch.arange(window, device=DEVICE)[None, :] < required.committed[:, None]
+    kept |= torch.full_like(kept, required.tokens.shape[1] == 1)
     tokens = found.flat[: requests * window].view(requests, window)
-    assert_equal(tokens[kept], required.tokens[kept], "flat: committed tokens")
+    assert_equal(tokens[kept], given[kept], "flat: committed tokens")
     columns = (required.accepted, required.committed, required.next_anchor, positions + required.committed, lens)
     assert_equal(
         found.flat[requests * window :].view(greedy.COLUMNS, requests)[:5],
@@ -312,8 +314,8 @@ def check_flat(found: greedy.FlatResult, required: AcceptResult, lens: torch.Ten
 
 
 def flat_result(requests: int, window: int) -> greedy.FlatResult:
-    """Buffers whose every element must be overwritten."""
-    found = greedy.FlatResult.empty(requests, window, DEVICE)
+    """Buffers whose every element must be overwritten; wider than a window of one token."""
+    found = greedy.FlatResult.empty(requests, window if window > 1 else 5, DEVICE)
     found.flat.fill_(POISON)
     return found
 
