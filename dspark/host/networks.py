@@ -136,19 +136,8 @@ class HostTargetNet:
         )
         self.output = result.logits_output
         logits = self.output.next_token_logits
-        if batch.sampling.logit_bias is not None:
-            logits = logits + _bias_rows(batch, plan)
         features, self.output.hidden_states = self.output.hidden_states, None  # never copied to the host
         return TargetRows(logits=logits, features=features)
-
-
-def _bias_rows(batch: DecodeBatch, plan: VerifyPlan) -> torch.Tensor:
-    """[N, V] logit biases of the forwarded rows."""
-    bias = batch.sampling.logit_bias
-    assert bias is not None
-    if plan.packed is not None:
-        return bias[plan.packed.request]
-    return bias.repeat_interleave(plan.tokens.shape[1], dim=0)
 
 
 def _host_lengths(host: ScheduleBatch, rows: int) -> tuple[torch.Tensor, int]:

@@ -117,7 +117,8 @@ class DSparkWorker(BaseSpecWorker):
         super().alloc_memory_pool(memory_pool_config, req_to_token_pool, token_to_kv_pool_allocator)
         rows = req_to_token_pool.req_to_token.shape[0]
         class_of = None if self._calibration is None else self._calibration.of
-        self._requests = RequestTable(rows, self.device, self._target_worker.random_seed, class_of)
+        seed, vocab = self._target_worker.random_seed, self.spec.vocab_size
+        self._requests = RequestTable(rows, self.device, seed, vocab, class_of)
 
     def init_cuda_graphs(self) -> None:
         """Capture the step's own graphs; the host captures none for decoding (a hook keeps it from it)."""
@@ -172,7 +173,8 @@ class DSparkWorker(BaseSpecWorker):
             logits = result.logits_output.next_token_logits
             batch.sampling_info.apply_logits_bias(logits)
             rows = self._requests.sampling(batch)
-            result.next_token_ids = first_tokens(logits, rows, batch.seq_lens.to(torch.int64) - 1)
+            adjust = self._requests.adjustments.of(batch.req_pool_indices, batch.req_pool_indices_cpu)
+            result.next_token_ids = first_tokens(logits, rows, batch.seq_lens.to(torch.int64) - 1, adjust)
         result.new_seq_lens = batch.seq_lens
         publish(batch.seq_lens)
         # Before this returns: the scheduler may move the prompt into the prefix cache and change its slots.

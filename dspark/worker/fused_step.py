@@ -7,15 +7,17 @@ the two steps against each other.
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 
 from dspark.cuda_graph.static import StepBuffers
 from dspark.drafter.heads import VanillaMarkovHead
 from dspark.kernels.distribution import Distribution
-from dspark.kernels.target_probs import target_probs
 from dspark.kernels.triton_accept_greedy import accept_greedy_into, empty_result
 from dspark.kernels.triton_accept_sample import AcceptInputs, accept_sample_into
 from dspark.kernels.triton_allocate import allocate_lengths
+from dspark.kernels.triton_filter import filter_rows
 from dspark.kernels.triton_markov import TILE as MARKOV_TILE
 from dspark.kernels.triton_markov import MarkovRow, markov_sample
 from dspark.kernels.triton_pack import PackedInputs, pack_windows
@@ -88,14 +90,20 @@ class FusedStep(DecodeStep):
         rows = (inputs.ids, inputs.positions, inputs.slots)
         return VerifyPlan(lens, buffers.windows[:requests], inputs.rows, full=not budget.packed, rows=rows)
 
+    def forward(self, batch: DecodeBatch, plan: VerifyPlan) -> TargetRows:
+        """The target alone, for a step whose rest is a graph of its own."""
+        return self._target_net.verify(batch, plan)
+
     def accept(
         self, batch: DecodeBatch, proposal: BlockProposal | None, plan: VerifyPlan, rows: TargetRows
     ) -> tuple[AcceptResult, torch.Tensor | None]:
         """One pass over the logits, one launch of the rule (two for sampled requests)."""
-        if proposal is None:
-            return super().accept(batch, proposal, plan, rows)
         assert plan.packed is not None
         sampling, logits = batch.sampling, rows.logits
+        if proposal is None:
+            if sampling.filters:
+                batch = self._filtered(batch, plan, logits)
+            return super().accept(batch, proposal, plan, rows)
         requests, window = batch.positions.shape
         (count, vocab), device = logits.shape, logits.device
         out = empty_result(requests, window, device)
@@ -108,9 +116,10 @@ class FusedStep(DecodeStep):
             return out, ceiling
         softmax = Softmax(sampling.temperature, plan.packed.request, *torch.empty((2, count), device=device))
         scan_rows(logits, best, tiles, softmax)
-        p = Distribution(logits, softmax.tops, softmax.totals)
         if sampling.filters:
-            p = Distribution(target_probs(logits[:, None], sampling.rows(plan.packed.request)).squeeze(1))
+            filter_rows(logits, plan.packed.request, sampling, softmax)
+            scan_rows(logits, best, tiles, softmax)
+        p = Distribution(logits, softmax.tops, softmax.totals)
         inputs = AcceptInputs(
             proposal.tokens,
             plan.verify_lens,
@@ -125,3 +134,14 @@ class FusedStep(DecodeStep):
         )
         accept_sample_into(inputs, out, tiles, ceiling)
         return out, ceiling
+
+    @staticmethod
+    def _filtered(batch: DecodeBatch, plan: VerifyPlan, logits: torch.Tensor) -> DecodeBatch:
+        """The batch without filters, once its rows hold nothing that they would remove."""
+        assert plan.packed is not None
+        (count, vocab), request = logits.shape, plan.packed.request
+        softmax = Softmax(batch.sampling.temperature, request, *torch.empty((2, count), device=logits.device))
+        best = torch.empty(count, dtype=torch.int64, device=logits.device)
+        scan_rows(logits, best, TileBuffers.empty(count, vocab, TILE, logits.device), softmax)
+        filter_rows(logits, request, batch.sampling, softmax)
+        return replace(batch, sampling=replace(batch.sampling, filters=False))

@@ -117,7 +117,7 @@ def aborted(name: str, prompt: str) -> Job:
 
 
 def mixed_traffic() -> list[Job]:
-    """24 requests; prompts built on ``LONG`` share a prefix that is longer than one prefill chunk."""
+    """30 requests; prompts built on ``LONG`` share a prefix that is longer than one prefill chunk."""
     return [
         chat("chat", "What is the capital of France?", stream=False),
         chat("chat stream", "Name three fruits that are red.", stream=True),
@@ -141,6 +141,14 @@ def mixed_traffic() -> list[Job]:
         native("min_p", "My favourite colour is", greedy=False, min_p=0.1),
         native("logit bias", "The answer is", logit_bias={"28": 3.0}),
         native("stop token", "A, B, C,", stop_token_ids=[28]),
+        native("frequency penalty", "one two one two one", frequency_penalty=0.7, ignore_eos=True),
+        native("presence penalty", "red, red, red,", presence_penalty=0.9, ignore_eos=True),
+        native("repetition penalty", "A list of cities:\n1.", repetition_penalty=1.25, ignore_eos=True),
+        native(
+            "all penalties", LONG, frequency_penalty=0.3, presence_penalty=-0.4, repetition_penalty=1.1, new_tokens=60
+        ),
+        native("minimum", "<|im_start|>user\nSay hi.<|im_end|>\n<|im_start|>assistant\n", min_new_tokens=30),
+        native("penalty sampled", "Bees", greedy=False, frequency_penalty=0.5, top_p=0.9, logit_bias={"30": -5.0}),
         aborted("aborted", "Write a very long poem about rivers."),
         aborted("aborted long", LONG + "Continue the list:"),
     ]

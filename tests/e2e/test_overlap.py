@@ -44,18 +44,18 @@ def test_mixed_traffic_is_lossless_and_nothing_is_lost(
     overlap_server: ServerProcess, plain_answers: dict[str, Any]
 ) -> None:
     jobs = mixed_traffic()
-    assert len(jobs) == 24
+    assert len(jobs) == 30
     answers = run_all(overlap_server, jobs, at_once=24)
     differing = [job.name for job in jobs if job.greedy and answers[job.name] != plain_answers[job.name]]
     assert differing == [], {name: (answers[name], plain_answers[name]) for name in differing}
-    assert len(answers) == 24
+    assert len(answers) == 30
     wait_until_idle(overlap_server)
     assert overlap_server.healthy()
     assert not re.search("memory leak|Traceback", overlap_server.log_path.read_text())
     schedule = record(overlap_server)["schedule"]
     assert schedule["scheduled_rows"] < 6 * schedule["requests"]
     assert schedule["scheduled_rows"] <= schedule["forwarded_rows"] < 1.2 * schedule["scheduled_rows"]
-    assert record(overlap_server)["eager_steps"].keys() == {"logit bias"}
+    assert record(overlap_server)["eager_steps"] == {}
     assert schedule["relay"]["fresh"] > 0
     assert schedule["late_confidences"] == 0
 
@@ -180,10 +180,6 @@ def test_a_seed_repeats_a_sampled_text(overlap_server: ServerProcess) -> None:
         ({"return_hidden_states": True}, "return hidden states"),
         ({"sampling_params": {"structural_tag": '{"structures": [], "triggers": []}'}}, "structural_tag"),
         ({"sampling_params": {"ebnf": 'root ::= "a"'}}, "ebnf"),
-        ({"sampling_params": {"frequency_penalty": 0.5}}, "frequency_penalty"),
-        ({"sampling_params": {"presence_penalty": 0.5}}, "presence_penalty"),
-        ({"sampling_params": {"repetition_penalty": 1.2}}, "repetition_penalty"),
-        ({"sampling_params": {"min_new_tokens": 5}}, "min_new_tokens"),
         ({"sampling_params": {"sampling_seed": "x"}}, "sampling_seed='x'"),
         ({"sampling_params": {"sampling_seed": [1]}}, "sampling_seed=[1]"),
         ({"sampling_params": {"top_k": 10**10}}, "top_k=10000000000"),
