@@ -129,6 +129,13 @@ class VerifyPlan:
             return self.rows
         return self.rows_of(self.tokens), self.rows_of(batch.positions), self.rows_of(batch.slots)
 
+    def index(self) -> torch.Tensor:
+        """[R, W] int64: forwarded row of each place of each window."""
+        if self.packed is not None:
+            return self.packed.index
+        requests, window = self.tokens.shape
+        return torch.arange(requests * window, device=self.tokens.device).view(requests, window)
+
     def rows_of(self, windows: torch.Tensor) -> torch.Tensor:
         """[N] values of [R, W] ``windows`` in the order of the forwarded rows."""
         return windows.reshape(-1) if self.packed is None else self.packed.take(windows)

@@ -17,12 +17,7 @@ _MAX_TOP_K = 2**31 - 1  # the host keeps top_k as int32
 
 # (test on the request, name of what was found)
 _UNSUPPORTED = (
-    (lambda req: req.return_logprob, "return_logprob (logprobs)"),
     (lambda req: req.return_hidden_states, "return_hidden_states"),
-    (lambda req: req.sampling_params.json_schema, "json_schema (structured output)"),
-    (lambda req: req.sampling_params.regex, "regex (structured output)"),
-    (lambda req: req.sampling_params.ebnf, "ebnf (structured output)"),
-    (lambda req: req.sampling_params.structural_tag, "structural_tag (structured output)"),
     (lambda req: req.custom_logit_processor, "custom_logit_processor"),
     (lambda req: req.input_embeds is not None, "input_embeds"),
     (lambda req: req.lora_id, "a LoRA adapter"),

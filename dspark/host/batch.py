@@ -12,6 +12,7 @@ from sglang.srt.managers.schedule_batch import ScheduleBatch
 from sglang.srt.sampling.sampling_params import TOP_K_ALL
 
 from dspark.host.adjust import AdjustRows
+from dspark.host.extras import wanted
 from dspark.types import DecodeBatch, SamplingRows
 from dspark.worker.static_step import Sampling
 
@@ -109,7 +110,7 @@ class RequestTable:
     def kind(self, batch: ScheduleBatch) -> Sampling:
         """What the batch needs of a captured step."""
         rows = batch.req_pool_indices_cpu
-        if bool(self._filtered[rows].any()) or self.adjustments.any_of(rows):
+        if wanted(batch) or bool(self._filtered[rows].any()) or self.adjustments.any_of(rows):
             return "general"
         return "greedy" if batch.sampling_info.is_all_greedy else "sampled"
 

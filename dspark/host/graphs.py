@@ -20,6 +20,7 @@ from dspark.cuda_graph.static import StepBuffers
 from dspark.drafter.heads import ConfidenceScale
 from dspark.drafter.spec import DraftSpec
 from dspark.host.batch import RequestTable
+from dspark.host.extras import StepExtras
 from dspark.host.static_networks import PageTable, StaticDraftNet, StaticTargetNet
 from dspark.kernels.triton_allocate import MAX_GAMMA, MAX_REQUESTS
 from dspark.types import AcceptResult, BlockProposal, StepBudget, StepOutcome, VerifyPlan
@@ -138,8 +139,10 @@ class StepGraphs:
     def _most_split(self, draft: bool) -> int:
         return max(self._split_tiers if draft else self._split_slots, default=0)
 
-    def run(self, batch: ScheduleBatch, budget: StepBudget, kind: Sampling) -> tuple[StepOutcome, int]:
-        """Stage, replay, copy out: nothing here waits for the device.
+    def run(
+        self, batch: ScheduleBatch, budget: StepBudget, kind: Sampling, extras: StepExtras | None = None
+    ) -> tuple[StepOutcome, int]:
+        """Stage, replay, copy out: nothing here waits for the device but a grammar, for the drafts.
 
         Returns:
             The outcome, whose drafts and survival are static (they hold until the next step drafts), and the rows that
@@ -154,18 +157,28 @@ class StepGraphs:
             self._graphs.replay(("draft", slots, "sampled" if general else kind))
             self._read_done()
             rows = smallest_at_least(self._split_tiers if general else self._tiers, budget.tier)
-            output = self._split((True, rows)) if general else self._graphs.replay(("verify", rows, kind))
+            key = ("verify", rows, kind)
+            output = self._split((True, rows), count, extras) if general else self._graphs.replay(key)
             slots = self._static.slots_of(rows)
         else:
             rows = slots = smallest_at_least(self._split_slots, count) if general else slots
-            output = self._split((False, slots)) if general else self._graphs.replay(("plain", slots, kind))
+            key = ("plain", slots, kind)
+            output = self._split((False, slots), count, extras) if general else self._graphs.replay(key)
             self._read_done()
         assert output is not None
         return self._outcome(output.clone(), slots, count, budget), rows
 
-    def _split(self, split: Split) -> torch.Tensor | None:
-        """Forward and tail of a step of the general kind."""
+    def _split(self, split: Split, count: int, extras: StepExtras | None) -> torch.Tensor | None:
+        """Forward and tail of a step of the general kind, and what the host has to do around the forward."""
+        window = self._spec.window if split[0] else 1
+        if extras is not None:
+            extras.drafted(self.buffers.windows[:count, :window])
         self._graphs.replay(("forward", split))
+        if extras is not None:
+            plan, rows = self._static.left_by_forward(split)
+            assert plan.packed is not None
+            extras.mask(rows.logits, plan.packed, window)
+            extras.keep(rows.logits, plan.packed.index[:count])
         return self._graphs.replay(("tail", split))
 
     def _outcome(self, flat: torch.Tensor, slots: int, count: int, budget: StepBudget) -> StepOutcome:

@@ -184,3 +184,46 @@ def count_tokens_triton(tokens: torch.Tensor, committed: torch.Tensor, adjust: A
     _count_kernel[grid](
         tokens, committed, adjust.places, _table(adjust.table), requests, window, BLOCK=block, num_warps=1
     )
+
+
+@jit
+def _mask_kernel(logits, stride, bits, words, place, vocab, TILE: tl.constexpr):
+    row = tl.program_id(0)
+    token = tl.program_id(1) * TILE + tl.arange(0, TILE)
+    inside = token < vocab
+    word = token // 32
+    at = tl.load(place + row) * words + word
+    allowed = (tl.load(bits + at, mask=inside & (word < words), other=0) >> (token % 32)) & 1
+    silent = tl.full((TILE,), -float("inf"), tl.float32)
+    tl.store(logits + row.to(tl.int64) * stride + token, silent, mask=inside & (allowed == 0))
+
+
+def mask_rows(logits: torch.Tensor, bits: torch.Tensor, place: torch.Tensor) -> None:
+    """Set the tokens that a grammar does not allow to -inf, in place.
+
+    Args:
+        logits: [T, V] floating point, vocabulary contiguous.
+        bits: [P, B] int32, contiguous, bit t % 32 of word t // 32 allows token t; tokens past the last word are not.
+        place: [T] int64, row of ``bits`` of each row.
+    """
+    launch = mask_rows_triton if logits.is_cuda else mask_rows_reference
+    launch(logits, bits, place)
+
+
+def mask_rows_reference(logits: torch.Tensor, bits: torch.Tensor, place: torch.Tensor) -> None:
+    """``mask_rows`` in torch."""
+    vocab, lane = logits.shape[1], torch.arange(32, device=bits.device, dtype=torch.int32)
+    allowed = ((bits[place, :, None] >> lane) & 1).flatten(1)[:, :vocab] != 0
+    allowed = torch.nn.functional.pad(allowed, (0, vocab - allowed.shape[1]))
+    logits.masked_fill_(~allowed, -torch.inf)
+
+
+def mask_rows_triton(logits: torch.Tensor, bits: torch.Tensor, place: torch.Tensor, tile: int = TILE) -> None:
+    """``mask_rows`` in one launch."""
+    rows, vocab = logits.shape
+    assert logits.stride(1) == 1
+    assert dense(bits, place)
+    if rows == 0:
+        return
+    grid = (rows, ceil_div(vocab, tile))
+    _mask_kernel[grid](logits, logits.stride(0), bits, bits.shape[1], place, vocab, TILE=tile, num_warps=4)

@@ -121,6 +121,10 @@ class StaticStep:
         self._step.count(batch, accept)
         return self.flat(StepOutcome(proposal, None, plan, accept, batch.lengths + accept.committed, ceiling))
 
+    def left_by_forward(self, split: Split) -> tuple[VerifyPlan, TargetRows]:
+        """The plan and the adjusted rows between ``forward`` and ``tail``; logits may be written to."""
+        return self._split[split]
+
     def _drafted(self, batch: DecodeBatch, split: Split) -> tuple[BlockProposal | None, StepBudget]:
         draft, size = split
         if not draft:
