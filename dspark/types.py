@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from typing import ClassVar
 
 import torch
 
@@ -23,14 +24,34 @@ class SamplingRows:
     all_greedy: bool
     any_greedy: bool
     filters: bool  # some request uses top-k > 1, top-p or min-p
-    logit_bias: torch.Tensor | None = None  # [R, V] float32
     calibration: torch.Tensor | None = None  # [R] int64, row of the confidence calibration; None: all use row 0
 
     def rows(self, request: torch.Tensor) -> SamplingRows:
         """The parameters of the requests that rows [N] int64 belong to, in the order of the rows."""
         fields = ("temperature", "top_k", "top_p", "min_p", "greedy", "seeds")
         rows = {name: getattr(self, name)[request] for name in fields}
-        return replace(self, **rows, logit_bias=None, calibration=None)
+        return replace(self, **rows, calibration=None)
+
+
+@dataclass(frozen=True)
+class AdjustTable:
+    """What changes the logits of the requests that ask for it. N rows, one per request row of the host."""
+
+    active: torch.Tensor  # [N] bool, False: the request's logits stay as they are, and nothing else of its row counts
+    penalties: torch.Tensor  # [3, N] float32: frequency, presence, repetition
+    min_length: torch.Tensor  # [N] int64, tokens (prompt included) before which no stop token may come
+    counts: torch.Tensor  # [N, V] int32, occurrences in the committed output, plus ``STOP`` if a stop token
+    bias: torch.Tensor  # [N, V] float32, added last
+
+    STOP: ClassVar[int] = 1 << 30
+
+
+@dataclass(frozen=True)
+class Adjustments:
+    """The adjustments of a batch."""
+
+    table: AdjustTable
+    places: torch.Tensor  # [R] int64, row of each request in the table
 
 
 @dataclass(frozen=True)
@@ -43,6 +64,7 @@ class DecodeBatch:
     slots: torch.Tensor  # [R, W] int64, KV slots of the window
     sampling: SamplingRows
     live: torch.Tensor | None = None  # [R] bool, False for the padding of a captured batch; None: all are requests
+    adjust: Adjustments | None = None  # None: no request of the batch asks for any
 
     @property
     def size(self) -> int:
@@ -106,6 +128,13 @@ class VerifyPlan:
         if self.rows is not None:
             return self.rows
         return self.rows_of(self.tokens), self.rows_of(batch.positions), self.rows_of(batch.slots)
+
+    def index(self) -> torch.Tensor:
+        """[R, W] int64: forwarded row of each place of each window."""
+        if self.packed is not None:
+            return self.packed.index
+        requests, window = self.tokens.shape
+        return torch.arange(requests * window, device=self.tokens.device).view(requests, window)
 
     def rows_of(self, windows: torch.Tensor) -> torch.Tensor:
         """[N] values of [R, W] ``windows`` in the order of the forwarded rows."""

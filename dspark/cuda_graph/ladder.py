@@ -38,6 +38,15 @@ def slot_ladder(max_requests: int) -> list[int]:
     return [*sizes, max_requests]
 
 
+def thinned(ladder: list[int]) -> list[int]:
+    """The last entry, and of the others those that are a third or more below the next one kept: a coarser ladder."""
+    kept = ladder[-1:]
+    for size in reversed(ladder):
+        if 3 * kept[0] >= 4 * size:
+            kept.insert(0, size)
+    return kept
+
+
 def smallest_at_least(ladder: list[int], needed: int) -> int:
     """The smallest entry of an increasing ladder that holds ``needed``; the caller knows that there is one."""
     return ladder[bisect.bisect_left(ladder, needed)]

@@ -7,6 +7,7 @@ import torch
 from dspark.kernels.distribution import Distribution
 from dspark.kernels.stage import stage
 from dspark.kernels.triton_begin import BlockInputs, Windows, begin_step
+from dspark.types import TargetRows
 
 
 class StepBuffers:
@@ -41,6 +42,7 @@ class StepBuffers:
         # Of the drafts: values [slots, G, V], tops and totals [slots, G] float32 (``Distribution``), for sampled steps.
         self._distribution: tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None = None
         self.as_logits = True  # False: the values are probabilities
+        self._rows: TargetRows | None = None
 
     def hold_distributions(self, vocab: int) -> None:
         """Make room for what produced the drafts; greedy steps do without."""
@@ -57,6 +59,20 @@ class StepBuffers:
         """What produced the drafts of the first ``slots`` requests."""
         values, tops, totals = (buffer[:slots] for buffer in self.distribution_buffers())
         return Distribution(values, tops, totals) if self.as_logits else Distribution(values)
+
+    def keep(self, rows: TargetRows) -> TargetRows:
+        """A copy of what the target has computed, in buffers that all tiers share.
+
+        The first call makes them, outside of any capture, so it must bring the most rows.
+        """
+        count = rows.logits.shape[0]
+        if self._rows is None or self._rows.logits.shape[0] < count:
+            assert self._rows is None or not rows.logits.is_cuda, "a captured graph holds the smaller buffers"
+            self._rows = TargetRows(torch.empty_like(rows.logits), torch.empty_like(rows.features))
+        kept = TargetRows(self._rows.logits[:count], self._rows.features[:count])
+        kept.logits.copy_(rows.logits)
+        kept.features.copy_(rows.features)
+        return kept
 
     @property
     def drafts(self) -> torch.Tensor:

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 from typing import Any
 
-# A refused request still passes through one prefill of the host, which ends it. What was refused must not act there:
-# penalties alone would compile kernels for most of a minute, while every other request waits.
+from dspark.host import adjust
+
+# A refused request still passes through one prefill of the host, which ends it. Nothing of it must act there.
 _NEUTRAL = {
-    "frequency_penalty": 0.0,
-    "presence_penalty": 0.0,
-    "repetition_penalty": 1.0,
-    "min_new_tokens": 0,
+    **adjust.NEUTRAL,
+    "logit_bias": None,
     "sampling_seed": None,
     "top_k": 1,
 }
@@ -18,16 +17,7 @@ _MAX_TOP_K = 2**31 - 1  # the host keeps top_k as int32
 
 # (test on the request, name of what was found)
 _UNSUPPORTED = (
-    (lambda req: req.return_logprob, "return_logprob (logprobs)"),
     (lambda req: req.return_hidden_states, "return_hidden_states"),
-    (lambda req: req.sampling_params.json_schema, "json_schema (structured output)"),
-    (lambda req: req.sampling_params.regex, "regex (structured output)"),
-    (lambda req: req.sampling_params.ebnf, "ebnf (structured output)"),
-    (lambda req: req.sampling_params.structural_tag, "structural_tag (structured output)"),
-    (lambda req: req.sampling_params.frequency_penalty, "frequency_penalty"),
-    (lambda req: req.sampling_params.presence_penalty, "presence_penalty"),
-    (lambda req: req.sampling_params.repetition_penalty != 1.0, "repetition_penalty"),
-    (lambda req: req.sampling_params.min_new_tokens > 0, "min_new_tokens"),
     (lambda req: req.custom_logit_processor, "custom_logit_processor"),
     (lambda req: req.input_embeds is not None, "input_embeds"),
     (lambda req: req.lora_id, "a LoRA adapter"),
@@ -52,11 +42,13 @@ def refusal(req: Any) -> str | None:
     """Why a request cannot be served with DSPARK, or None if it can.
 
     Args:
-        req: the host's ``Req``, sampling parameters normalised; a refused one loses what it was refused for.
+        req: the host's ``Req``, sampling parameters normalised; a refused one loses what it was refused for, a served
+            one its penalties and biases, which steps apply themselves.
     """
     reason = _invalid(req)
     found = [name for test, name in _UNSUPPORTED if test(req)]
     if reason is None and not found:
+        adjust.take(req)
         return None
     for field, value in _NEUTRAL.items():
         setattr(req.sampling_params, field, value)

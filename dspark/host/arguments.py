@@ -171,6 +171,7 @@ def refused_features(server_args: Any) -> list[tuple[str, str]]:
         (lossy, "--speculative-accept-threshold-single or -acc below 1", "remove it: acceptance is exact"),
         (view.speculative_dflash_block_size is not None, "--speculative-dflash-block-size", "remove it"),
         (view.speculative_draft_window_size is not None, "--speculative-draft-window-size", "remove it"),
+        (view.grammar_backend == "outlines", "--grammar-backend outlines", "use xgrammar or llguidance"),
         (view.page_size not in (None, 1), f"--page-size {view.page_size}", "use --page-size 1"),
         (
             view.kv_cache_dtype not in ("auto", "bf16", "bfloat16"),

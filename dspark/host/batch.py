@@ -11,6 +11,8 @@ import torch
 from sglang.srt.managers.schedule_batch import ScheduleBatch
 from sglang.srt.sampling.sampling_params import TOP_K_ALL
 
+from dspark.host.adjust import AdjustRows
+from dspark.host.extras import wanted
 from dspark.types import DecodeBatch, SamplingRows
 from dspark.worker.static_step import Sampling
 
@@ -35,12 +37,14 @@ class RequestTable:
         slots: int,
         device: torch.device | str,
         server_seed: int,
+        vocab: int,
         class_of: Callable[[float], int] | None = None,
     ) -> None:
         """Args:
         slots: request rows of the host's pool.
         device: of the decode step.
         server_seed: source of the seeds of requests that bring none.
+        vocab: V.
         class_of: calibration class of a sampling temperature (0 for greedy); None if there is only one.
         """
         self._server_seed = server_seed
@@ -50,12 +54,14 @@ class RequestTable:
         # Raised by every prefill. The host's own count starts again when its cache is flushed.
         self.generations = np.zeros(slots, dtype=np.int64)
         self._filtered = torch.zeros(slots, dtype=torch.bool)  # on the host
+        self.adjustments = AdjustRows(slots, vocab, device)
         # Captured steps read sampling parameters by request row: temperature, top-p, min-p and top-k, greedy.
         self._numbers = torch.ones((3, slots), dtype=torch.float32, device=device)
         self._top_k = torch.ones(slots, dtype=torch.int64, device=device)
 
     def write(self, batch: ScheduleBatch) -> None:
         """Store the requests of a prefill batch; a request's own ``sampling_seed`` wins, cut to 63 bits."""
+        self.adjustments.write(batch.reqs, batch.req_pool_indices, batch.req_pool_indices_cpu)
         params = [req.sampling_params for req in batch.reqs]
         seeds = [
             request_seed(req.rid, self._server_seed)
@@ -79,7 +85,7 @@ class RequestTable:
     def static_sampling(self, rows: torch.Tensor, sampling: Sampling) -> SamplingRows:
         """Sampling parameters of [S] request rows, for a captured step: nothing is read on the host.
 
-        Greedy and sampled requests share the ``sampled`` and ``filtered`` kinds.
+        Greedy and sampled requests share the ``sampled`` and ``general`` kinds.
         """
         if sampling == "greedy":  # nobody looks at the parameters: spare the gathers
             count = rows.shape[0]
@@ -97,15 +103,16 @@ class RequestTable:
             seeds=seeds,
             all_greedy=sampling == "greedy",
             any_greedy=True,
-            filters=sampling == "filtered",
+            filters=sampling == "general",
             calibration=None if self._class_of is None else self._classes[rows],
         )
 
     def kind(self, batch: ScheduleBatch) -> Sampling:
         """What the batch needs of a captured step."""
-        if batch.sampling_info.is_all_greedy:
-            return "greedy"
-        return "filtered" if bool(self._filtered[batch.req_pool_indices_cpu].any()) else "sampled"
+        rows = batch.req_pool_indices_cpu
+        if wanted(batch) or bool(self._filtered[rows].any()) or self.adjustments.any_of(rows):
+            return "general"
+        return "greedy" if batch.sampling_info.is_all_greedy else "sampled"
 
     def _staged(self, values: Sequence[Any], dtype: torch.dtype = torch.int64) -> torch.Tensor:
         staged = torch.tensor(values, dtype=dtype, pin_memory=self._seeds.is_cuda)
@@ -124,7 +131,6 @@ class RequestTable:
             all_greedy=info.is_all_greedy,
             any_greedy=info.is_any_greedy,
             filters=bool(self._filtered[batch.req_pool_indices_cpu].any()),
-            logit_bias=info.logit_bias,
             calibration=None if self._class_of is None else self._classes[batch.req_pool_indices],
         )
 
@@ -149,6 +155,7 @@ def decode_batch(
         positions=positions,
         slots=slots,
         sampling=requests.sampling(batch),
+        adjust=requests.adjustments.of(batch.req_pool_indices, batch.req_pool_indices_cpu),
     )
 
 

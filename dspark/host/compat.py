@@ -72,7 +72,7 @@ _TABLE_0_5_17 = (
     HostName(_SRT + "managers.tp_worker.TpModelWorker.update_weights_from_tensor", ("self", "recv_req")),
     HostName(
         _SRT + "sampling.sampling_batch_info.SamplingBatchInfo",
-        ("temperatures", "top_ps", "top_ks", "min_ps", "is_all_greedy", "is_any_greedy", "logit_bias"),
+        ("temperatures", "top_ps", "top_ks", "min_ps", "is_all_greedy", "is_any_greedy", "grammar_mask"),
     ),
     HostName(
         _SRT + "managers.schedule_batch.ScheduleBatch",
@@ -91,6 +91,10 @@ _TABLE_0_5_17 = (
             "is_extend_in_batch",
             "sampling_info",
             "spec_info",
+            "has_grammar",
+            "return_logprob",
+            "top_logprobs_nums",
+            "token_ids_logprobs",
         ),
     ),
     HostName(
@@ -104,10 +108,8 @@ _TABLE_0_5_17 = (
             "presence_penalty",
             "repetition_penalty",
             "min_new_tokens",
-            "json_schema",
-            "regex",
-            "ebnf",
-            "structural_tag",
+            "logit_bias",
+            "stop_token_ids",
         ),
     ),
     HostName(_SRT + "speculative.base_spec_worker.BaseSpecWorker"),
@@ -162,7 +164,18 @@ _TABLE_0_5_17 = (
     ),
     HostName(_SRT + "model_executor.forward_batch_info.compute_position", ("attn_backend", "extend_prefix_lens")),
     HostName(_SRT + "model_executor.model_runner.ModelRunner.forward", ("self", "forward_batch")),
-    HostName(_SRT + "sampling.sampling_batch_info.SamplingBatchInfo.apply_logits_bias", ("self", "logits")),
+    # grammars and logprobs
+    HostName(_SRT + "sampling.sampling_batch_info.SamplingBatchInfo.update_regex_vocab_mask", ("self",)),
+    HostName(_SRT + "constrained.xgrammar_backend.XGrammarGrammar.apply_vocab_mask", ("self", "logits", "vocab_mask")),
+    HostName(_SRT + "speculative.spec_utils.GrammarTree.from_linear_chain", ("verify_ids_2d",)),
+    HostName(
+        _SRT + "speculative.spec_utils.build_grammar_vocab_mask",
+        ("reqs", "tree", "sampling_info", "device", "barrier"),
+    ),
+    HostName(
+        _SRT + "layers.logprob_processor.compute_spec_v2_logprobs",
+        ("batch", "logits_output", "predict", "accept_index", "speculative_num_steps"),
+    ),
     # draft network
     HostName(
         _SRT + "layers.linear.QKVParallelLinear", ("hidden_size", "head_size", "total_num_heads", "total_num_kv_heads")

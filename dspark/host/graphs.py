@@ -15,21 +15,24 @@ from tqdm import tqdm
 
 from dspark.config import Settings
 from dspark.cuda_graph.capture import CudaGraphs, EagerGraphs, GraphSet
-from dspark.cuda_graph.ladder import slot_ladder, smallest_at_least, tier_ladder
+from dspark.cuda_graph.ladder import slot_ladder, smallest_at_least, thinned, tier_ladder
 from dspark.cuda_graph.static import StepBuffers
 from dspark.drafter.heads import ConfidenceScale
 from dspark.drafter.spec import DraftSpec
 from dspark.host.batch import RequestTable
+from dspark.host.extras import StepExtras
 from dspark.host.static_networks import PageTable, StaticDraftNet, StaticTargetNet
 from dspark.kernels.triton_accept_greedy import COLUMNS
 from dspark.kernels.triton_allocate import MAX_GAMMA, MAX_REQUESTS
 from dspark.types import AcceptResult, BlockProposal, StepBudget, StepOutcome, VerifyPlan
 from dspark.worker.fused_step import FusedStep
-from dspark.worker.static_step import Sampling, StaticStep
+from dspark.worker.static_step import Sampling, Split, StaticStep
 
 logger = logging.getLogger("dspark")
 
 _DISTRIBUTION_SHARE = 0.25  # of the free memory, at most, for the distributions of the drafts
+_LOGITS_SHARE = 0.125  # the same for the logits that a forward leaves for its tail
+_KINDS: tuple[Sampling, ...] = ("greedy", "sampled", "general")
 
 
 class StepGraphs:
@@ -46,6 +49,7 @@ class StepGraphs:
         tiers: Sequence[int],
         full_windows: bool,
         calibration: ConfidenceScale | None,
+        tp_size: int = 1,
     ) -> None:
         """Args:
         spec: the draft, blocks cut to the runtime gamma.
@@ -55,8 +59,9 @@ class StepGraphs:
         tiers: row counts of verify graphs.
         full_windows: full windows are forwarded (cap-accept).
         calibration: of confidences.
+        tp_size: ranks; more than one must not decide by their own free memory.
         """
-        self._spec, self._target = spec, target
+        self._spec, self._target, self._tp_size = spec, target, tp_size
         self._tiers, self._slots = list(tiers), slot_ladder(max_requests)
         device = torch.device(target.device)
         self._device = device
@@ -65,34 +70,57 @@ class StepGraphs:
         draft_net = StaticDraftNet(draft, self.buffers, pages, spec.mask_token_id)
         draft_net.calibration = calibration
         step = FusedStep(draft_net, StaticTargetNet(target, self.buffers, pages), self.buffers)
-        self._static = StaticStep(step, self.buffers, pages.read, requests.static_sampling, full_windows)
+        self._static = StaticStep(
+            step, self.buffers, pages.read, requests.static_sampling, full_windows, requests.adjustments.table
+        )
+        self._split_tiers = thinned(self._tiers)  # tails take padding lightly, and every capture takes time
+        self._split_slots = thinned(self._slots)
         self._full_windows = full_windows
         self._graphs: GraphSet = EagerGraphs() if device.type == "cpu" else CudaGraphs()
 
-    def capture(self, kinds: Sequence[Sampling] = ("greedy", "sampled")) -> None:
+    def capture(self) -> None:
         """Capture every shape, largest first, with progress; a failure is an error."""
-        if any(kind != "greedy" for kind in kinds):
-            self.buffers.hold_distributions(self._spec.vocab_size)
+        self.buffers.hold_distributions(self._spec.vocab_size)
+        self._fit_split()
         one = self.buffers.rows[:1]
         self.buffers.stage(one, one, one, 0)  # the only launch outside of graphs: compiled here, not in the first step
         started, before = time.monotonic(), _free_bytes(self._device)
-        jobs, self._kinds = list(self._jobs(kinds)), set(kinds)
+        jobs = list(self._jobs())
         with _capturing(self._device):
             for key, function in tqdm(jobs, desc="dspark: capturing graphs", disable=self._device.type == "cpu"):
                 self._graphs.capture(key, function)
+                if key[0] == "forward" and self._device.type == "cuda":
+                    self._graphs.replay(key)  # the tail is run once before it is captured, on a plan that exists
         logger.info(
             "dspark: %d graphs (%d tiers of 1 to %d rows, batches to %d) in %.1f s and %.2f GiB",
             len(jobs), len(self._tiers), self._tiers[-1], self._slots[-1], time.monotonic() - started,
             (before - _free_bytes(self._device)) / 2**30,
         )  # fmt: skip
 
-    def _jobs(self, kinds: Sequence[Sampling]) -> Iterator[tuple[Any, Any]]:
-        for kind in kinds:
+    def _fit_split(self) -> None:
+        """Leave out the largest split steps if memory is short for their logits."""
+        room = int(_free_bytes(self._device) * _LOGITS_SHARE) // (4 * self._spec.vocab_size)
+        if self._device.type != "cuda" or self._tiers[-1] <= room or self._tp_size > 1:
+            return
+        self._split_tiers = [tier for tier in self._split_tiers if tier <= room]
+        self._split_slots = [slots for slots in self._split_slots if slots <= room]
+        logger.warning(
+            "dspark: memory is short: steps with top-k, top-p, min-p, biases or penalties are captured up to %d rows",
+            self._split_tiers[-1] if self._split_tiers else 0,
+        )
+
+    def _jobs(self) -> Iterator[tuple[Any, Any]]:
+        static = self._static
+        for kind in _KINDS[:2]:
             for slots in reversed(self._slots):  # first: they say in which form verification finds the distributions
-                yield ("draft", slots, kind), lambda slots=slots, kind=kind: self._static.draft(slots, kind)
-                yield ("plain", slots, kind), lambda slots=slots, kind=kind: self._static.plain(slots, kind)
+                yield ("draft", slots, kind), lambda slots=slots, kind=kind: static.draft(slots, kind)
+                yield ("plain", slots, kind), lambda slots=slots, kind=kind: static.plain(slots, kind)
             for tier in reversed(self._tiers):
-                yield ("verify", tier, kind), lambda tier=tier, kind=kind: self._static.verify(tier, kind)
+                yield ("verify", tier, kind), lambda tier=tier, kind=kind: static.verify(tier, kind)
+        splits = [(True, tier) for tier in reversed(self._split_tiers)]  # the most rows first
+        for split in splits + [(False, slots) for slots in reversed(self._split_slots)]:
+            yield ("forward", split), lambda split=split: static.forward(split)
+            yield ("tail", split), lambda split=split: static.tail(split)
 
     @property
     def tiers(self) -> list[int]:
@@ -103,16 +131,19 @@ class StepGraphs:
         """Why a step has to run eagerly; None if it can be replayed."""
         if len(batch.reqs) > self.buffers.slots:
             return "batch larger than any graph"
-        if batch.sampling_info.logit_bias is not None:
-            return "logit bias"
-        if kind not in self._kinds:
-            return f"{kind} requests"
+        if kind == "general" and self._most_split(budget.draft) < (budget.tier if budget.draft else len(batch.reqs)):
+            return "general step larger than any graph"
         if self._full_windows and budget.draft and budget.packed:
             return "pinned budget in cap-accept"
         return None
 
-    def run(self, batch: ScheduleBatch, budget: StepBudget, kind: Sampling) -> tuple[StepOutcome, int]:
-        """Stage, replay, copy out: nothing here waits for the device.
+    def _most_split(self, draft: bool) -> int:
+        return max(self._split_tiers if draft else self._split_slots, default=0)
+
+    def run(
+        self, batch: ScheduleBatch, budget: StepBudget, kind: Sampling, extras: StepExtras | None = None
+    ) -> tuple[StepOutcome, int]:
+        """Stage, replay, copy out: nothing here waits for the device but a grammar, for the drafts.
 
         Returns:
             The outcome, whose drafts and survival are static (they hold until the next step drafts), and the rows that
@@ -122,18 +153,34 @@ class StepGraphs:
         assert isinstance(budget.drafts, int)
         buffers.stage(batch.req_pool_indices, batch.spec_info.bonus_tokens.view(-1), batch.seq_lens, budget.drafts)
         slots = smallest_at_least(self._slots, count)
+        general = kind == "general"
         if budget.draft:
-            self._graphs.replay(("draft", slots, kind))
+            self._graphs.replay(("draft", slots, "sampled" if general else kind))
             self._read_done()
-            rows = tier = smallest_at_least(self._tiers, budget.tier)
-            output = self._graphs.replay(("verify", tier, kind))
-            slots = self._static.slots_of(tier)
+            rows = smallest_at_least(self._split_tiers if general else self._tiers, budget.tier)
+            key = ("verify", rows, kind)
+            output = self._split((True, rows), count, extras) if general else self._graphs.replay(key)
+            slots = self._static.slots_of(rows)
         else:
-            rows = slots
-            output = self._graphs.replay(("plain", slots, kind))
+            rows = slots = smallest_at_least(self._split_slots, count) if general else slots
+            key = ("plain", slots, kind)
+            output = self._split((False, slots), count, extras) if general else self._graphs.replay(key)
             self._read_done()
         assert output is not None
         return self._outcome(output.clone(), slots, count, budget), rows
+
+    def _split(self, split: Split, count: int, extras: StepExtras | None) -> torch.Tensor | None:
+        """Forward and tail of a step of the general kind, and what the host has to do around the forward."""
+        window = self._spec.window if split[0] else 1
+        if extras is not None:
+            extras.drafted(self.buffers.windows[:count, :window])
+        self._graphs.replay(("forward", split))
+        if extras is not None:
+            plan, rows = self._static.left_by_forward(split)
+            assert plan.packed is not None
+            extras.mask(rows.logits, plan.packed, window)
+            extras.keep(rows.logits, plan.packed.index[:count])
+        return self._graphs.replay(("tail", split))
 
     def _outcome(self, flat: torch.Tensor, slots: int, count: int, budget: StepBudget) -> StepOutcome:
         """Views of a step's flat output (``StaticStep.flat``) for the ``count`` requests among its ``slots``."""
@@ -210,7 +257,7 @@ def build_graphs(
         tiers=tier_ladder(most, spec.window).tolist(),
         full_windows=mode == "cap-accept",
         calibration=calibration,
+        tp_size=int(server_args.tp_size),
     )
-    # Sorting whole vocabularies in every tier's graph would take its memory: filtered steps run eagerly on a GPU.
-    graphs.capture(("greedy", "sampled", "filtered") if on_cpu else ("greedy", "sampled"))
+    graphs.capture()
     return graphs

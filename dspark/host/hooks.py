@@ -88,7 +88,7 @@ def _finish(original: Callable[..., Any], self: Any, new_accepted_len: int = 1) 
 
     Plain decoding tests after every token, and the earliest reason wins. So the block is shown to the host token by
     token. All of it stays in ``output_ids``, since the KV accounting covers what was committed; ``finished_len`` cuts
-    what is delivered.
+    what is delivered. The host has walked the grammar over the block before; only the last token can have ended it.
     """
     if new_accepted_len <= 1 or self.finished() or self.to_finish or not _serves_dspark():
         original(self, new_accepted_len)
@@ -96,12 +96,25 @@ def _finish(original: Callable[..., Any], self: Any, new_accepted_len: int = 1) 
     tokens = self.output_ids
     rest = list(tokens[-new_accepted_len:])
     del tokens[-new_accepted_len:]
+    grammar = self.grammar
     while rest and not self.finished():
         tokens.append(rest.pop(0))
+        self.grammar = None if rest else grammar
         original(self, 1)
+    self.grammar = grammar
     if self.finished() and self.finished_len is None:
         self.finished_len = len(tokens)
     tokens.extend(rest)
+
+
+def _mask_vocabulary(original: Callable[..., Any], self: Any, logits: Any, vocab_mask: Any) -> None:
+    """The host's grammars mask logits on accelerators only."""
+    if logits.device.type != "cpu":
+        original(self, logits, vocab_mask)
+        return
+    from dspark.kernels.triton_adjust import mask_rows
+
+    mask_rows(logits, vocab_mask, torch.arange(logits.shape[0]))
 
 
 def _set_state(original: Callable[..., Any], self: Any, recv_req: Any) -> Any:
@@ -147,6 +160,7 @@ HOOKS: dict[str, Callable[..., Any]] = {
     _SRT + "managers.overlap_utils.FutureMap._resolve_spec_extras": _read_relay,
     _SRT + "mem_cache.memory_pool.MHATokenToKVPool._init_kv_copy_and_warmup": _prepare_kv_copy,
     _SRT + "managers.schedule_batch.Req.update_finish_state": _finish,
+    _SRT + "constrained.xgrammar_backend.XGrammarGrammar.apply_vocab_mask": _mask_vocabulary,
     _SRT + "managers.scheduler.Scheduler.set_internal_state": _set_state,
     _SRT + "model_executor.model_runner_components.cuda_graph_setup.capture_decode_graph": _capture_decode,
 }

@@ -15,6 +15,7 @@ from sglang.srt.speculative.ragged_verify import RaggedVerifyLayout
 
 from dspark.drafter.heads import ConfidenceScale
 from dspark.host.draft_model import DSparkDraftNet
+from dspark.host.extras import StepExtras
 from dspark.types import DecodeBatch, TargetRows, VerifyPlan
 
 
@@ -111,12 +112,20 @@ class HostTargetNet:
     def __init__(self, worker: TpModelWorker) -> None:
         self._worker = worker
         self._host_batch: ScheduleBatch | None = None
+        self._extras: StepExtras | None = None
         self.output: LogitsProcessorOutput | None = None
         self.used_graph = False
 
-    def bind(self, host_batch: ScheduleBatch) -> None:
-        """Name the host's batch that the next forward belongs to."""
-        self._host_batch = host_batch
+    def bind(self, host_batch: ScheduleBatch, extras: StepExtras | None = None) -> None:
+        """Name the host's batch that the next forward belongs to, and what its requests want of it."""
+        self._host_batch, self._extras = host_batch, extras
+
+    @property
+    def logits(self) -> torch.Tensor:
+        """[N, V] of the last forward, as adjusted since."""
+        assert self.output is not None
+        logits: torch.Tensor = self.output.next_token_logits
+        return logits
 
     def verify(self, batch: DecodeBatch, plan: VerifyPlan) -> TargetRows:
         """Forward the planned rows; see :class:`dspark.worker.protocols.TargetNet`."""
@@ -130,25 +139,18 @@ class HostTargetNet:
         if host.seq_lens_cpu is None:
             # Backends that need host lengths may take an upper bound: rows past a request's length are never read.
             host.seq_lens_cpu, host.seq_lens_sum = _host_lengths(host, window)
+        if self._extras is not None:
+            self._extras.drafted(plan.tokens)
         forward_batch, self.used_graph = verify.prepare_for_verify(host, self._worker)
         result = self._worker.forward_batch_generation(
             batch=None, forward_batch=forward_batch, is_verify=True, skip_attn_backend_init=True
         )
         self.output = result.logits_output
         logits = self.output.next_token_logits
-        if batch.sampling.logit_bias is not None:
-            logits = logits + _bias_rows(batch, plan)
+        if self._extras is not None:
+            self._extras.mask(logits, plan.packed, window)
         features, self.output.hidden_states = self.output.hidden_states, None  # never copied to the host
         return TargetRows(logits=logits, features=features)
-
-
-def _bias_rows(batch: DecodeBatch, plan: VerifyPlan) -> torch.Tensor:
-    """[N, V] logit biases of the forwarded rows."""
-    bias = batch.sampling.logit_bias
-    assert bias is not None
-    if plan.packed is not None:
-        return bias[plan.packed.request]
-    return bias.repeat_interleave(plan.tokens.shape[1], dim=0)
 
 
 def _host_lengths(host: ScheduleBatch, rows: int) -> tuple[torch.Tensor, int]:

@@ -121,7 +121,7 @@ class StaticTargetNet:
         self._forward = _StaticForward(runner, buffers, pages, fused.exchanged)
 
     def verify(self, batch: DecodeBatch, plan: VerifyPlan) -> TargetRows:
-        """Forward the rows of a tier; logit biases are not part of captured steps."""
+        """Forward the rows of a tier."""
         assert plan.packed is not None
         output = self._forward(
             *plan.inputs(batch),

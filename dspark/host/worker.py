@@ -28,6 +28,7 @@ from dspark.host import compat, takeover
 from dspark.host.arguments import draft_spec_of
 from dspark.host.batch import RequestTable, context_tokens, decode_batch
 from dspark.host.draft_model import ARCHITECTURES
+from dspark.host.extras import StepExtras, attach_prefill, mask_prefill, wanted
 from dspark.host.graphs import StepGraphs, build_graphs
 from dspark.host.networks import HostDraftNet, HostTargetNet
 from dspark.host.schedule import CalibrationClasses, build_scheduler, load_files
@@ -125,7 +126,8 @@ class DSparkWorker(BaseSpecWorker):
         super().alloc_memory_pool(memory_pool_config, req_to_token_pool, token_to_kv_pool_allocator)
         rows = req_to_token_pool.req_to_token.shape[0]
         class_of = None if self._calibration is None else self._calibration.of
-        self._requests = RequestTable(rows, self.device, self._target_worker.random_seed, class_of)
+        seed, vocab = self._target_worker.random_seed, self.spec.vocab_size
+        self._requests = RequestTable(rows, self.device, seed, vocab, class_of)
 
     def init_cuda_graphs(self) -> None:
         """Capture the step's own graphs; the host captures none for decoding (a hook keeps it from it)."""
@@ -162,12 +164,11 @@ class DSparkWorker(BaseSpecWorker):
         self, batch: ScheduleBatch, on_publish: Publish | None = None, grammar_barrier: Any = None
     ) -> GenerationBatchResult:
         """Run one prefill or decode batch of the scheduler."""
-        del grammar_barrier  # grammars are refused at admission
         publish = on_publish or (lambda lengths: None)
         if batch.forward_mode.is_extend() or batch.is_extend_in_batch:
             return self._prefill(batch, publish)
         with _profiled_step():
-            return self._decode(batch, publish)
+            return self._decode(batch, publish, grammar_barrier)
 
     @torch.inference_mode()
     def _prefill(self, batch: ScheduleBatch, publish: Publish) -> GenerationBatchResult:
@@ -179,9 +180,11 @@ class DSparkWorker(BaseSpecWorker):
         )
         if not batch.is_prefill_only:
             logits = result.logits_output.next_token_logits
-            batch.sampling_info.apply_logits_bias(logits)
+            mask_prefill(batch, logits)
             rows = self._requests.sampling(batch)
-            result.next_token_ids = first_tokens(logits, rows, batch.seq_lens.to(torch.int64) - 1)
+            adjust = self._requests.adjustments.of(batch.req_pool_indices, batch.req_pool_indices_cpu)
+            result.next_token_ids = first_tokens(logits, rows, batch.seq_lens.to(torch.int64) - 1, adjust)
+            attach_prefill(batch, result.logits_output, logits, result.next_token_ids)
         result.new_seq_lens = batch.seq_lens
         publish(batch.seq_lens)
         # Before this returns: the scheduler may move the prompt into the prefix cache and change its slots.
@@ -199,7 +202,9 @@ class DSparkWorker(BaseSpecWorker):
         self._draft_net.inject(features[:count], positions.to(torch.int64), batch.out_cache_loc.to(torch.int64))
 
     @torch.inference_mode()
-    def _decode(self, batch: ScheduleBatch, publish: Publish) -> GenerationBatchResult:
+    def _decode(
+        self, batch: ScheduleBatch, publish: Publish, grammar_barrier: Callable[[], None] | None
+    ) -> GenerationBatchResult:
         """Run the step of :class:`dspark.worker.step.DecodeStep` on the scheduler's batch."""
         if batch.forward_mode.is_idle():
             return self._idle(publish)
@@ -216,9 +221,10 @@ class DSparkWorker(BaseSpecWorker):
         generations = self._requests.generations[slots]
         budget = self._budgets.decide(slots, generations, context_tokens(batch, self.spec.window))
         kind = self._requests.kind(batch)
+        extras = StepExtras(batch, grammar_barrier) if wanted(batch) else None
         refusal = "no graphs" if self._graphs is None else self._graphs.refusal(batch, budget, kind)
         if self._graphs is not None and refusal is None:
-            outcome, forwarded = self._graphs.run(batch, budget, kind)
+            outcome, forwarded = self._graphs.run(batch, budget, kind, extras)
             publish(outcome.lengths)
         else:
             self._eager_steps[str(refusal)] += 1
@@ -227,20 +233,27 @@ class DSparkWorker(BaseSpecWorker):
             table = self.model_runner.req_to_token_pool.req_to_token
             inputs = decode_batch(batch, self._window, table, self._requests)
             self._draft_net.bind(batch)
-            self._target_net.bind(batch)
+            self._target_net.bind(batch, extras)
             outcome = self._step.run(inputs, budget, publish)
+            if extras is not None:
+                extras.keep(self._target_net.logits, outcome.plan.index())
         self._budgets.publish(outcome.survival, forwarded)
         if self._recorder is not None:
             rids = [req.rid for req in batch.reqs]
             plan, reason = self._budgets.plan, self._budgets.reason
             self._recorder.record(int(batch.forward_iter), rids, budget, outcome, plan, reason, forwarded)
-        return self._result(outcome, replayed=refusal is None)
+        output = LogitsProcessorOutput(next_token_logits=None) if refusal is None else self._target_net.output
+        if extras is not None:
+            extras.attach(output, outcome.accept.tokens)
+        return self._result(outcome, output, replayed=refusal is None)
 
-    def _result(self, outcome: StepOutcome, replayed: bool) -> GenerationBatchResult:
+    def _result(
+        self, outcome: StepOutcome, output: LogitsProcessorOutput | None, replayed: bool
+    ) -> GenerationBatchResult:
         accept = outcome.accept
         scheduled = self._budgets is not None and self._budgets.schedules
         return GenerationBatchResult(
-            logits_output=LogitsProcessorOutput(next_token_logits=None) if replayed else self._target_net.output,
+            logits_output=output,
             next_token_ids=accept.tokens.reshape(-1),
             accept_lens=accept.committed,
             next_draft_input=make_draft_input_v2(bonus_tokens=accept.next_anchor, new_seq_lens=outcome.lengths),

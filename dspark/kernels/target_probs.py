@@ -38,15 +38,24 @@ def target_probs(logits: torch.Tensor, sampling: SamplingRows) -> torch.Tensor:
     probs = scaled_probs(logits, sampling.temperature)
     if not sampling.filters:
         return probs
+    kept = kept_tokens(probs, *(x[:, None, None] for x in (sampling.top_k, sampling.top_p, sampling.min_p)))
+    probs = probs.masked_fill(~kept, 0.0)
+    # A row that lost nothing stays what it is without filters, so that its text does not depend on its neighbours.
+    total = probs.sum(dim=-1, keepdim=True)
+    return probs / torch.where(kept.all(dim=-1, keepdim=True), torch.ones_like(total), total)
+
+
+def kept_tokens(probs: torch.Tensor, top_k: torch.Tensor, top_p: torch.Tensor, min_p: torch.Tensor) -> torch.Tensor:
+    """[..., V] bool: the tokens that every filter keeps.
+
+    Args:
+        probs: [..., V] float32.
+        top_k, top_p, min_p: parameters of each row, broadcastable to ``probs``.
+    """
     ordered, index = probs.sort(dim=-1, descending=True, stable=True)
     rank = torch.arange(probs.shape[-1], device=probs.device)
     before = ordered.cumsum(dim=-1) - ordered  # mass of the more probable tokens
-    top_p = sampling.top_p.masked_fill(sampling.top_p >= 1, torch.inf)  # off is off: cumsum may round above 1
-    drop = (rank >= sampling.top_k[:, None, None]) | (before > top_p[:, None, None])
-    drop |= ordered < ordered[..., :1] * sampling.min_p[:, None, None]
+    top_p = top_p.masked_fill(top_p >= 1, torch.inf)  # off is off: cumsum may round above 1
+    drop = (rank >= top_k) | (before > top_p) | (ordered < ordered[..., :1] * min_p)
     drop[..., 0] = False  # rounding may never empty a row
-    ordered = ordered.masked_fill(drop, 0.0)
-    # A row that lost nothing stays what it is without filters, so that its text does not depend on its neighbours.
-    total = ordered.sum(dim=-1, keepdim=True)
-    ordered /= torch.where(drop.any(dim=-1, keepdim=True), total, torch.ones_like(total))
-    return torch.empty_like(probs).scatter_(-1, index, ordered)
+    return torch.empty_like(drop).scatter_(-1, index, ~drop)

@@ -12,11 +12,11 @@ import torch
 from dspark.cuda_graph.static import StepBuffers
 from dspark.drafter.heads import VanillaMarkovHead
 from dspark.kernels.distribution import Distribution
-from dspark.kernels.target_probs import target_probs
 from dspark.kernels.triton_accept_greedy import FlatResult, accept_greedy_into
 from dspark.kernels.triton_accept_sample import AcceptInputs, accept_sample_into
 from dspark.kernels.triton_allocate import allocate_lengths
 from dspark.kernels.triton_confidence import ConfidenceWeights, confidence
+from dspark.kernels.triton_filter import filter_rows
 from dspark.kernels.triton_markov import TILE as MARKOV_TILE
 from dspark.kernels.triton_markov import MarkovRow, markov_sample
 from dspark.kernels.triton_pack import PackedInputs, pack_windows
@@ -108,6 +108,10 @@ class FusedStep(DecodeStep):
         """[R, 0] drafts."""
         return self._buffers.drafts[:requests, :0]
 
+    def forward(self, batch: DecodeBatch, plan: VerifyPlan) -> TargetRows:
+        """The target alone, for a step whose rest is a graph of its own."""
+        return self._target_net.verify(batch, plan)
+
     def accept(
         self, batch: DecodeBatch, proposal: BlockProposal | None, plan: VerifyPlan, rows: TargetRows
     ) -> tuple[AcceptResult, torch.Tensor | None]:
@@ -127,9 +131,10 @@ class FusedStep(DecodeStep):
             return out, ceiling
         softmax = Softmax(sampling.temperature, plan.packed.request, *torch.empty((2, count), device=device))
         scan_rows(logits, best, tiles, softmax)
-        p = Distribution(logits, softmax.tops, softmax.totals)
         if sampling.filters:
-            p = Distribution(target_probs(logits[:, None], sampling.rows(plan.packed.request)).squeeze(1))
+            filter_rows(logits, plan.packed.request, sampling, softmax)
+            scan_rows(logits, best, tiles, softmax)
+        p = Distribution(logits, softmax.tops, softmax.totals)
         q = Distribution(p.values.new_empty(requests, 0, vocab))
         inputs = AcceptInputs(
             drafts,

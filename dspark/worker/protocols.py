@@ -31,4 +31,4 @@ class TargetNet(Protocol):
     """The model whose distribution is served."""
 
     def verify(self, batch: DecodeBatch, plan: VerifyPlan) -> TargetRows:
-        """Forward the planned rows (``plan.packed``); writes their target KV. Logits carry the requests' biases."""
+        """Forward the planned rows (``plan.packed``); writes their target KV. The caller may write to the logits."""

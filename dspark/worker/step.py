@@ -11,8 +11,10 @@ from dspark.kernels.accept import accept_greedy, accept_sample, cut, sample_toke
 from dspark.kernels.allocate import allocate, survival_of
 from dspark.kernels.ragged_pack import ragged_pack
 from dspark.kernels.target_probs import target_probs
+from dspark.kernels.triton_adjust import adjust_logits, count_tokens
 from dspark.types import (
     AcceptResult,
+    Adjustments,
     BlockProposal,
     DecodeBatch,
     PackedRows,
@@ -54,10 +56,12 @@ class DecodeStep:
         proposal, survival = drafted or self.draft(batch, budget)
         plan = self.plan(batch, budget, proposal, survival)
         rows = self._target_net.verify(batch, plan)
+        self.adjust(batch, plan, rows)
         accept, ceiling = self.accept(batch, proposal, plan, rows)
         lengths = self.advanced(batch, accept)
         publish(lengths)
         self.commit(batch, plan, rows)
+        self.count(batch, accept)
         return StepOutcome(proposal, survival, plan, accept, lengths, ceiling)
 
     def draft(self, batch: DecodeBatch, budget: StepBudget) -> Drafted:
@@ -94,6 +98,21 @@ class DecodeStep:
             packed = ragged_pack((window * batch.live).to(torch.int32), budget.tier, window)
         tokens = torch.cat([batch.anchors[:, None], drafts], dim=1)
         return VerifyPlan(verify_lens=lens, tokens=tokens, packed=packed, full=not budget.packed)
+
+    def adjust(self, batch: DecodeBatch, plan: VerifyPlan, rows: TargetRows) -> None:
+        """Penalties and biases of the requests that have any, in place: what the rule sees is what is served."""
+        if batch.adjust is None:
+            return
+        packed = plan.packed
+        if packed is None:
+            window = plan.tokens.shape[1]
+            packed = ragged_pack(torch.full_like(plan.verify_lens, window), batch.size * window, window)
+        adjust_logits(rows.logits, packed, plan.tokens[:, 1:], batch.lengths, batch.adjust)
+
+    def count(self, batch: DecodeBatch, accept: AcceptResult) -> None:
+        """The committed tokens are history for the penalties of the next step."""
+        if batch.adjust is not None:
+            count_tokens(accept.tokens, accept.committed, batch.adjust)
 
     def accept(
         self, batch: DecodeBatch, proposal: BlockProposal | None, plan: VerifyPlan, rows: TargetRows
@@ -156,16 +175,40 @@ def verify_block(
 def plain_accept(batch: DecodeBatch, plan: VerifyPlan, rows: TargetRows) -> AcceptResult:
     """A step without a draft: every request commits the token after its anchor."""
     assert plan.packed is not None, "a step without a draft forwards one row per request"
-    token = first_tokens(rows.logits[plan.packed.index[:, 0]], batch.sampling, batch.lengths)
+    token = next_tokens(rows.logits[plan.packed.index[:, 0]], batch.sampling, batch.lengths)
     none = torch.zeros_like(plan.verify_lens)
     return AcceptResult(none, plan.verify_lens, token[:, None].expand_as(plan.tokens).contiguous(), token)
 
 
-def first_tokens(logits: torch.Tensor, sampling: SamplingRows, positions: torch.Tensor) -> torch.Tensor:
+def first_tokens(
+    logits: torch.Tensor, sampling: SamplingRows, positions: torch.Tensor, adjust: Adjustments | None = None
+) -> torch.Tensor:
+    """The tokens that follow a prefill, adjusted and counted like all others.
+
+    Args:
+        logits: [R, V] of each request's last token, written to.
+        sampling: parameters of the R requests.
+        positions: [R] int64, positions of the last tokens, which key the noise.
+        adjust: of the R requests.
+
+    Returns:
+        [R] int64.
+    """
+    if adjust is None:
+        return next_tokens(logits, sampling, positions)
+    one = torch.ones_like(positions, dtype=torch.int32)
+    drafts = positions.new_zeros(positions.shape[0], 0)
+    adjust_logits(logits, ragged_pack(one, positions.shape[0], 1), drafts, positions, adjust)
+    tokens = next_tokens(logits, sampling, positions)
+    count_tokens(tokens[:, None], one, adjust)
+    return tokens
+
+
+def next_tokens(logits: torch.Tensor, sampling: SamplingRows, positions: torch.Tensor) -> torch.Tensor:
     """Tokens that follow no draft (a prefill, plain decoding), drawn from the same noise stream as all others.
 
     Args:
-        logits: [R, V] of each request's last token, biases applied.
+        logits: [R, V] of each request's last token, adjusted.
         sampling: parameters of the R requests.
         positions: [R] int64, positions of the last tokens, which key the noise.
 

@@ -14,7 +14,7 @@ import requests
 
 from dspark.demo.server import ServerProcess, device_args
 from tests.conftest import DRAFT
-from tests.e2e.jobs import Job, finish_jobs, mixed_traffic, native
+from tests.e2e.jobs import Job, finish_jobs, mixed_traffic, native, scored_jobs
 
 DSPARK = ["--speculative-algorithm", "DSPARK", "--speculative-draft-model-path", str(DRAFT)]
 CHECKED = {"SGLANG_ENABLE_STRICT_MEM_CHECK_DURING_BUSY": "1"}  # the host then audits its pools after every step
@@ -47,9 +47,10 @@ def plain_answers(target: Path) -> dict[str, Any]:
     """Answers of the same server without speculation; greedy jobs only."""
     topics = enumerate(RETRACTION_PROMPTS)
     more = [native(f"retract {n}", text, new_tokens=RETRACTION_TOKENS, ignore_eos=True) for n, text in topics]
-    more += finish_jobs()
+    more += finish_jobs() + scored_jobs()
     more += [native("context limit", LIMIT_PROMPT, new_tokens=70, ignore_eos=True)]
-    with serve(target, "--max-running-requests", "8") as server:
+    # Under overlap the host's penalties count every token one step late.
+    with serve(target, "--max-running-requests", "8", "--disable-overlap-schedule") as server:
         return run_all(server, [job for job in mixed_traffic() if job.greedy] + more, at_once=8)
 
 

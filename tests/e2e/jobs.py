@@ -12,6 +12,13 @@ import requests
 from dspark.demo.server import ServerProcess
 
 MODEL = "default"
+PERSON = json.dumps(
+    {
+        "type": "object",
+        "properties": {"name": {"type": "string", "maxLength": 12}, "age": {"type": "integer", "maximum": 99}},
+        "required": ["name", "age"],
+    }
+)
 TIMEOUT = 600.0
 LONG = (
     "Here is a list of steps that a baker follows every morning before the shop opens. First she lights the oven "
@@ -98,6 +105,31 @@ def native(name: str, prompt: str, *, greedy: bool = True, new_tokens: int = 40,
     return Job(name, run, greedy)
 
 
+def scored(name: str, prompt: str, *, new_tokens: int = 24, fields: dict[str, Any], **sampling: Any) -> Job:
+    """/generate with logprobs; returns token ids and, per list of the answer, its numbers and token ids."""
+    params = {"temperature": 0.0, "max_new_tokens": new_tokens} | sampling
+
+    def run(server: ServerProcess) -> Any:
+        payload = {"text": prompt, "sampling_params": params, "return_logprob": True} | fields
+        answer = _post(server, "/generate", payload).json()
+        lists = sorted(key for key in answer["meta_info"] if key.endswith("logprobs"))
+        return answer["output_ids"], {key: answer["meta_info"][key] for key in lists}
+
+    return Job(name, run, greedy=True)
+
+
+def scored_jobs() -> list[Job]:
+    """Logprobs of every kind, alone and beside what changes the logits."""
+    return [
+        scored("logprobs", "The capital of Italy is", fields={}),
+        scored("top logprobs", LONG, fields={"top_logprobs_num": 3}),
+        scored("of tokens", "The sun is", fields={"token_ids_logprob": [28, 30]}),
+        scored("of the prompt", "The moon is", fields={"logprob_start_len": 0, "top_logprobs_num": 2}),
+        scored("with penalties", "one two", fields={"top_logprobs_num": 1}, frequency_penalty=0.5, ignore_eos=True),
+        scored("with a regex", "A number:", fields={}, regex="[0-9]{3}-[0-9]{4}"),
+    ]
+
+
 def aborted(name: str, prompt: str) -> Job:
     """A client that goes away after a few chunks of a long answer."""
     payload = {
@@ -117,7 +149,7 @@ def aborted(name: str, prompt: str) -> Job:
 
 
 def mixed_traffic() -> list[Job]:
-    """24 requests; prompts built on ``LONG`` share a prefix that is longer than one prefill chunk."""
+    """36 requests; prompts built on ``LONG`` share a prefix that is longer than one prefill chunk."""
     return [
         chat("chat", "What is the capital of France?", stream=False),
         chat("chat stream", "Name three fruits that are red.", stream=True),
@@ -141,6 +173,20 @@ def mixed_traffic() -> list[Job]:
         native("min_p", "My favourite colour is", greedy=False, min_p=0.1),
         native("logit bias", "The answer is", logit_bias={"28": 3.0}),
         native("stop token", "A, B, C,", stop_token_ids=[28]),
+        native("frequency penalty", "one two one two one", frequency_penalty=0.7, ignore_eos=True),
+        native("presence penalty", "red, red, red,", presence_penalty=0.9, ignore_eos=True),
+        native("repetition penalty", "A list of cities:\n1.", repetition_penalty=1.25, ignore_eos=True),
+        native(
+            "all penalties", LONG, frequency_penalty=0.3, presence_penalty=-0.4, repetition_penalty=1.1, new_tokens=60
+        ),
+        native("minimum", "<|im_start|>user\nSay hi.<|im_end|>\n<|im_start|>assistant\n", min_new_tokens=30),
+        native("regex", "My number is", regex=r"[0-9]{3}-[0-9]{4} (yes|no)"),
+        native("json", "<|im_start|>user\nDescribe a person.<|im_end|>\n<|im_start|>assistant\n", json_schema=PERSON),
+        native("ebnf", "Is water wet?", ebnf='root ::= ("yes" | "no") (" " [a-z]+){3} "."'),
+        native("regex and penalty", "Say it:", regex="[a-z]+( [a-z]+){9}", presence_penalty=0.8),
+        native("regex sampled", "A year:", greedy=False, regex="[0-9]{4}(, [0-9]{4}){4}", top_p=0.9),
+        chat("json sampled", "Describe a person.", stream=True, greedy=False, response_format={"type": "json_object"}),
+        native("penalty sampled", "Bees", greedy=False, frequency_penalty=0.5, top_p=0.9, logit_bias={"30": -5.0}),
         aborted("aborted", "Write a very long poem about rivers."),
         aborted("aborted long", LONG + "Continue the list:"),
     ]

@@ -21,17 +21,17 @@ def prefill(*rows: int, **params: float) -> SimpleNamespace:
 
 def test_every_prefill_raises_the_generation_of_its_rows() -> None:
     """Also after the host has flushed its cache and counts from zero again: a reused row must never look fresh."""
-    table = RequestTable(6, "cpu", 0)
+    table = RequestTable(6, "cpu", 0, 32)
     table.write(prefill(1, 2))
     table.write(prefill(2, 5))
     assert table.generations.tolist() == [0, 1, 2, 0, 0, 1]
 
 
 def test_captured_steps_find_the_parameters_by_row() -> None:
-    table = RequestTable(6, "cpu", 0, class_of=lambda temperature: int(temperature > 0.5))
+    table = RequestTable(6, "cpu", 0, 32, class_of=lambda temperature: int(temperature > 0.5))
     table.write(prefill(1, temperature=0.0))
     table.write(prefill(4, temperature=0.75, top_p=0.5, top_k=7, min_p=0.25))
-    found = table.static_sampling(torch.tensor([4, 1]), "filtered")
+    found = table.static_sampling(torch.tensor([4, 1]), "general")
     assert found.temperature.tolist() == [0.75, 1.0]
     assert found.greedy.tolist() == [False, True]
     assert (found.top_k[0], found.top_p[0], found.min_p[0]) == (7, 0.5, 0.25)

@@ -12,8 +12,10 @@ from dspark.host import hooks, memory
 from dspark.host.admission import refusal
 
 
+load_plugins()  # once per process, so before any test that leaves this package out
+
+
 def test_the_host_budgets_the_drafts_own_kv(monkeypatch: pytest.MonkeyPatch) -> None:
-    load_plugins()
     from sglang.srt.speculative import dflash_utils
 
     cell = {"target_cell_size_per_token": 1000, "target_num_layers": 30, "draft_num_layers": 3}

@@ -16,9 +16,11 @@ from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 
 from benchmarks import kernels
-from dspark.kernels import triton_allocate, triton_pack
+from dspark.kernels import triton_adjust, triton_allocate, triton_filter, triton_pack
+from dspark.kernels.ragged_pack import ragged_pack
 from dspark.kernels.triton_markov import TILE as MARKOV_TILE
-from dspark.kernels.triton_scan import TILE
+from dspark.kernels.triton_scan import TILE, Softmax
+from dspark.types import Adjustments, AdjustTable, SamplingRows
 
 
 class HopperOnPaper:
@@ -58,7 +60,27 @@ def compile_all() -> dict[str, int]:
     triton_pack.window_offsets_triton(lens, lens.long(), offsets, lens, offsets)
     flags, budget = torch.ones(5, dtype=torch.bool), torch.ones(1, dtype=torch.int64)
     triton_allocate.allocate_lengths_triton(torch.ones(5, 3), budget, lens, offsets, torch.ones(5, 3), flags)
+    _compile_row_kernels()
     return found
+
+
+def _compile_row_kernels() -> None:
+    vocab = 32_000
+    logits, packed = torch.zeros(6, vocab), ragged_pack(torch.tensor([3, 3], dtype=torch.int32), 6, 3)
+    table = AdjustTable(
+        torch.ones(4, dtype=torch.bool),
+        torch.ones(3, 4),
+        torch.ones(4, dtype=torch.int64),
+        torch.zeros(4, vocab, dtype=torch.int32),
+        torch.zeros(4, vocab),
+    )
+    adjust, tokens = Adjustments(table, torch.arange(2)), torch.zeros(2, 3, dtype=torch.int64)
+    triton_adjust.adjust_logits_triton(logits, packed, tokens[:, 1:], torch.ones(2, dtype=torch.int64), adjust)
+    triton_adjust.count_tokens_triton(tokens, packed.lens, adjust)
+    numbers, top_k = torch.ones(2), torch.ones(2, dtype=torch.int64)
+    sampling = SamplingRows(numbers, top_k, numbers, numbers, top_k == 1, top_k, False, True, True)
+    softmax = Softmax(numbers, packed.request, torch.zeros(6), torch.ones(6))
+    triton_filter.filter_rows_triton(logits, packed.request, sampling, softmax)
 
 
 if __name__ == "__main__":

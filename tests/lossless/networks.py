@@ -13,7 +13,16 @@ from dataclasses import replace
 import torch
 
 from dspark.drafter.heads import ConfidenceHead, ConfidenceScale, VanillaMarkovHead
-from dspark.types import DecodeBatch, SamplingRows, StepBudget, StepOutcome, TargetRows, VerifyPlan
+from dspark.types import (
+    Adjustments,
+    AdjustTable,
+    DecodeBatch,
+    SamplingRows,
+    StepBudget,
+    StepOutcome,
+    TargetRows,
+    VerifyPlan,
+)
 from dspark.worker.step import DecodeStep
 from tests.compare import assert_equal
 from tests.lossless.toy import CONTEXT, Toy
@@ -97,6 +106,7 @@ class World:
         capacity: int,
         start: torch.Tensor | None = None,
         rhythm: torch.Tensor | None = None,
+        adjust: AdjustTable | None = None,
     ) -> None:
         """
         Args:
@@ -105,7 +115,9 @@ class World:
             capacity: tokens for which each request has slots.
             start: [R, 2] int64, the first two tokens; ``CONTEXT`` for all if None.
             rhythm: [P, V], added to the logits of both networks: row (slot + position) % P; None: nothing.
+            adjust: what changes the target's logits; row r + 1 belongs to request r.
         """
+        self.adjust = adjust
         requests = sampling.seeds.shape[0]
         self.toy, self.sampling = toy, sampling
         self.rhythm = torch.zeros(1, toy.base.shape[0]) if rhythm is None else rhythm
@@ -122,6 +134,8 @@ class World:
         """The same state, to be moved on by itself."""
         world = copy.copy(self)
         world.text, world.length = self.text.clone(), self.length.clone()
+        if self.adjust is not None:
+            world.adjust = replace(self.adjust, counts=self.adjust.counts.clone())
         world.target, world.draft = copy.copy(self.target), copy.copy(self.draft)
         world.target.tokens = self.target.tokens.clone()
         world.draft.context, world.draft.positions = self.draft.context.clone(), self.draft.positions.clone()
@@ -136,7 +150,8 @@ class World:
         if requests is not None and self.sampling.calibration is not None:
             sampling = replace(sampling, calibration=self.sampling.calibration[chosen])
         slots = self.first[chosen, None] + positions
-        return DecodeBatch(self.text[chosen, lengths], lengths, positions, slots, sampling)
+        adjust = None if self.adjust is None else Adjustments(self.adjust, chosen + 1)
+        return DecodeBatch(self.text[chosen, lengths], lengths, positions, slots, sampling, adjust=adjust)
 
     def run(
         self, budget: StepBudget, requests: torch.Tensor | None = None, step: type[DecodeStep] = DecodeStep

@@ -13,11 +13,12 @@ import pytest
 import torch
 
 from dspark.kernels.ragged_pack import ragged_pack
+from dspark.kernels.triton_adjust import adjust_logits, count_tokens
 from dspark.types import PackedRows, StepBudget
 from dspark.worker import step
 from tests.compare import assert_distribution, assert_equal, distribution_p_value
 from tests.lossless.networks import World, cap_accept, compact, draft_off
-from tests.lossless.toy import HORIZON, Settings, count, exact_law, greedy_text, make_toy
+from tests.lossless.toy import HORIZON, NOTHING, Adjust, Settings, count, exact_law, greedy_text, make_toy
 
 TRIALS = 100_000
 BATCHES = 20  # each with budgets of its own
@@ -54,9 +55,12 @@ class Path:
     budgets: Budgets
     settings: Settings = Settings()  # noqa: RUF009
     greedy_every: int = 0  # every n-th request is greedy
+    adjust: Adjust = NOTHING
 
 
 FILTERS = Settings(temperature=0.8, top_k=3, top_p=0.92, min_p=0.05)
+PENALTIES = Adjust(frequency=0.4, presence=0.3, repetition=1.3, min_tokens=3, stop=1)
+BIAS = (0.5, -0.3, 0.0, -0.8)
 PATHS = [
     Path("compact", 3, random_compact),
     Path("compact, gamma 1", 1, random_compact),
@@ -66,6 +70,11 @@ PATHS = [
     Path("draft off or compact", 3, off_and_compact),
     Path("every mode, temperature 1.4, greedy and sampled requests", 3, every_mode, Settings(1.4), greedy_every=5),
     Path("every mode, filters, greedy and sampled requests", 2, every_mode, FILTERS, greedy_every=5),
+    Path("compact, frequency penalty", 3, random_compact, adjust=Adjust(frequency=0.7)),
+    Path("every mode, penalties", 3, every_mode, greedy_every=5, adjust=PENALTIES),
+    Path(
+        "every mode, everything at once", 2, every_mode, FILTERS, greedy_every=5, adjust=replace(PENALTIES, bias=BIAS)
+    ),
 ]
 
 
@@ -78,7 +87,15 @@ def worlds(path: Path, batches: int = BATCHES) -> list[World]:
         greedy[:: path.greedy_every] = True
     toy, capacity = make_toy(500 + number, path.gamma), 2 + (HORIZON + 1) * (path.gamma + 1)
     rows = [path.settings.rows(requests, (number << 33) + requests * i, greedy) for i in range(batches)]
-    return [World(toy, replace(one, calibration=greedy.to(torch.int64)), capacity) for one in rows]
+    return [
+        World(
+            toy,
+            replace(one, calibration=greedy.to(torch.int64)),
+            capacity,
+            adjust=None if path.adjust is NOTHING else path.adjust.table(requests),
+        )
+        for one in rows
+    ]
 
 
 def run(path: Path, batches: int = BATCHES) -> tuple[torch.Tensor, torch.Tensor, set[tuple[bool, bool]]]:
@@ -114,8 +131,8 @@ def test_mode_is_lossless(path: Path) -> None:
     assert int(counts.sum()) == TRIALS
     assert modes == USED[path.budgets]
     toy = make_toy(500 + PATHS.index(path), path.gamma)
-    assert_distribution(counts, exact_law(toy, path.settings), path.name)
-    assert_equal(greedy, torch.tensor(greedy_text(toy)).expand_as(greedy), "greedy requests")
+    assert_distribution(counts, exact_law(toy, path.settings, adjust=path.adjust), path.name)
+    assert_equal(greedy, torch.tensor(greedy_text(toy, adjust=path.adjust)).expand_as(greedy), "greedy requests")
 
 
 def next_row(verify_lens: torch.Tensor, rows: int, window: int) -> PackedRows:
@@ -129,4 +146,25 @@ def test_wrong_row_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
     law = exact_law(make_toy(500, path.gamma), path.settings)
     assert distribution_p_value(run(path, FAULT_BATCHES)[0], law) > 1e-3
     monkeypatch.setattr(step, "ragged_pack", next_row)
+    assert distribution_p_value(run(path, FAULT_BATCHES)[0], law) < 1e-6
+
+
+def forgetting_block(logits, packed, drafts, lengths, adjust) -> None:
+    """Penalties from the committed text only, as a table per step would have them."""
+    adjust_logits(logits, packed, drafts[:, :0], lengths, adjust)
+
+
+def forgetting_commit(tokens, committed, adjust) -> None:
+    """Only the last token of a block is counted, as plain decoding counts one a step."""
+    last = (committed[:, None].to(torch.int64) - 1).clamp(min=0)
+    count_tokens(tokens.gather(1, last), committed.clamp(max=1), adjust)
+
+
+@pytest.mark.parametrize(("name", "fault"), [("adjust_logits", forgetting_block), ("count_tokens", forgetting_commit)])
+def test_forgotten_history_is_caught(name: str, fault: Callable[..., None], monkeypatch: pytest.MonkeyPatch) -> None:
+    """The planted fault against the same batches without it."""
+    path = next(path for path in PATHS if path.name == "compact, frequency penalty")
+    law = exact_law(make_toy(500 + PATHS.index(path), path.gamma), path.settings, adjust=path.adjust)
+    assert distribution_p_value(run(path, FAULT_BATCHES)[0], law) > 1e-3
+    monkeypatch.setattr(step, name, fault)
     assert distribution_p_value(run(path, FAULT_BATCHES)[0], law) < 1e-6

@@ -12,6 +12,7 @@ from dspark.cuda_graph.static import StepBuffers
 from dspark.kernels.triton_accept_greedy import COLUMNS
 from dspark.types import (
     AcceptResult,
+    AdjustTable,
     BlockProposal,
     DecodeBatch,
     SamplingRows,
@@ -20,11 +21,13 @@ from dspark.types import (
     VerifyPlan,
 )
 from dspark.worker.fused_step import FusedStep
-from dspark.worker.static_step import StaticStep
+from dspark.worker.static_step import Split, StaticStep
 from dspark.worker.step import DecodeStep, Drafted, Publish
 from tests.compare import assert_equal
+from tests.kernels.row_cases import adjust_table
 from tests.lossless.networks import World, cap_accept, compact, draft_off, static
-from tests.lossless.test_prefix_rule import GAMMA, GREEDY, REQUESTS, world_of
+from tests.lossless.test_prefix_rule import GAMMA, GREEDY, REQUESTS, VOCAB, world_of
+from tests.lossless.toy import OFF
 
 PADDING = 3
 LEFTOVERS = {"temperature": 0.3, "top_k": 1, "top_p": 0.5, "min_p": 0.9, "seeds": -5, "calibration": 1}
@@ -42,7 +45,9 @@ def padded(batch: DecodeBatch) -> DecodeBatch:
     positions = more(batch.positions, 0)
     positions[batch.size :] = torch.arange(GAMMA + 1)
     live = torch.arange(batch.size + PADDING) < batch.size
-    return DecodeBatch(more(batch.anchors, 0), more(batch.lengths, 0), positions, more(batch.slots, 0), sampling, live)
+    adjust = None if batch.adjust is None else replace(batch.adjust, places=more(batch.adjust.places, 0))
+    anchors, lengths, slots = more(batch.anchors, 0), more(batch.lengths, 0), more(batch.slots, 0)
+    return DecodeBatch(anchors, lengths, positions, slots, sampling, live, adjust)
 
 
 class PaddedStep(DecodeStep):
@@ -76,6 +81,12 @@ class PaddedStep(DecodeStep):
 class CapturedStep(PaddedStep):
     """What a GPU captures: static buffers and fused kernels (here their torch references)."""
 
+    @staticmethod
+    def split(step: StaticStep, split: Split) -> torch.Tensor:
+        """Steps of the general kind are two graphs."""
+        step.forward(split)
+        return step.tail(split)
+
     def run(
         self, batch: DecodeBatch, budget: StepBudget, publish: Publish, drafted: Drafted | None = None
     ) -> StepOutcome:
@@ -97,16 +108,19 @@ class CapturedStep(PaddedStep):
             slots = rows.shape[0]
             return replace(full.sampling, **{name: getattr(full.sampling, name)[:slots] for name in names})
 
-        static_step = StaticStep(step, buffers, prepare, sampling, full_windows=not budget.packed)
-        kind = "greedy" if batch.sampling.all_greedy else "filtered"
+        table = None if batch.adjust is None else batch.adjust.table
+        static_step = StaticStep(step, buffers, prepare, sampling, not budget.packed, table)
+        general = batch.sampling.filters or table is not None
+        kind = "greedy" if batch.sampling.all_greedy else "sampled"
         slots = full.size
         if budget.draft:
-            static_step.draft(slots, kind)
-            flat = static_step.verify(budget.tier, kind)
+            static_step.draft(slots, "sampled" if general else kind)
+            split = True, budget.tier
+            flat = self.split(static_step, split) if general else static_step.verify(budget.tier, kind)
             slots = static_step.slots_of(budget.tier)
         else:
             slots = min(slots, budget.tier)
-            flat = static_step.plain(slots, kind)
+            flat = self.split(static_step, (False, slots)) if general else static_step.plain(slots, kind)
         tokens = flat[: slots * window].view(slots, window)[:count]
         columns = flat[slots * window :].view(COLUMNS, slots)[:, :count]
         accepted, committed, anchor, lengths, lens, ceiling = (column.to(torch.int32) for column in columns)
@@ -148,10 +162,26 @@ def budgets(world: World, drafts: int, padding: int) -> dict[str, StepBudget]:
     }
 
 
+def adjusted_world(kind: str, filters: bool, adjusted: bool) -> World:
+    """Some requests of a batch with penalties and biases, others without."""
+    world = world_of(kind, 20)
+    if not filters:
+        off = torch.full((REQUESTS,), OFF).masked_fill(world.sampling.greedy, 1)
+        world.sampling = replace(
+            world.sampling, top_k=off, top_p=torch.ones(REQUESTS), min_p=torch.zeros(REQUESTS), filters=False
+        )
+    if adjusted:
+        world.adjust = adjust_table(REQUESTS + 1, VOCAB, seed=12)
+        world.adjust.counts[:] &= AdjustTable.STOP  # nothing said yet
+    return world
+
+
 @pytest.mark.parametrize("step", [PaddedStep, CapturedStep])
+@pytest.mark.parametrize("adjusted", [False, True])
+@pytest.mark.parametrize("filters", [False, True])
 @pytest.mark.parametrize("kind", GREEDY)
-def test_padding_requests_change_nothing(kind: str, step: type[DecodeStep]) -> None:
-    world, generator = world_of(kind, 20), torch.Generator().manual_seed(9)
+def test_padding_requests_change_nothing(kind: str, filters: bool, adjusted: bool, step: type[DecodeStep]) -> None:
+    world, generator = adjusted_world(kind, filters, adjusted), torch.Generator().manual_seed(9)
     for _ in range(20):
         drafts = int(torch.randint(0, REQUESTS * GAMMA + 1, (), generator=generator))
         padding = int(torch.randint(0, 4, (), generator=generator))
@@ -162,5 +192,7 @@ def test_padding_requests_change_nothing(kind: str, step: type[DecodeStep]) -> N
             assert among.target.real == alone.target.real, f"{name}: real rows"
             assert among.target.forwarded == budget.tier, f"{name}: rows of the tier"
             among.check_context()
+            if adjusted:
+                assert_equal(among.adjust.counts, alone.adjust.counts, f"{name}: counts")
             worlds[name] = among
         world = worlds["compact"]

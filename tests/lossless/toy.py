@@ -17,7 +17,7 @@ import torch
 from dspark.kernels.accept import accept_greedy, accept_sample, race, sample_tokens, select
 from dspark.kernels.philox import Purpose
 from dspark.kernels.target_probs import target_probs
-from dspark.types import AcceptResult, BlockProposal, SamplingRows
+from dspark.types import AcceptResult, AdjustTable, BlockProposal, SamplingRows
 
 VOCAB = 4
 CONTEXT = (0, 1)  # the two tokens that every request starts from
@@ -68,6 +68,47 @@ def filtered(logits: list[float], settings: Settings) -> list[float]:
 
 
 @dataclass(frozen=True)
+class Adjust:
+    """Penalties, bias and minimum of one request, one token at a time in float64."""
+
+    frequency: float = 0.0
+    presence: float = 0.0
+    repetition: float = 1.0
+    bias: tuple[float, ...] = (0.0,) * VOCAB
+    min_tokens: int = 0
+    stop: int = 0  # the token that may not come before
+
+    def row(self, logits: list[float], output: list[int]) -> list[float]:
+        """Logits after ``output``."""
+        adjusted = []
+        for token, value in enumerate(logits):
+            count = output.count(token)
+            value -= count * self.frequency + (self.presence if count else 0.0)
+            if token == self.stop and len(output) < self.min_tokens:
+                value = -math.inf
+            if count:
+                value = value * self.repetition if value < 0 else value / self.repetition
+            adjusted.append(value + self.bias[token])
+        return adjusted
+
+    def table(self, requests: int) -> AdjustTable:
+        """For requests in the rows from 1 on, after ``CONTEXT``."""
+        numbers = torch.tensor([self.frequency, self.presence, self.repetition])
+        counts = torch.zeros(requests + 1, VOCAB, dtype=torch.int32)
+        counts[:, self.stop] = AdjustTable.STOP
+        return AdjustTable(
+            active=torch.ones(requests + 1, dtype=torch.bool),
+            penalties=numbers[:, None].repeat(1, requests + 1),
+            min_length=torch.full((requests + 1,), len(CONTEXT) + self.min_tokens),
+            counts=counts,
+            bias=torch.tensor(self.bias).repeat(requests + 1, 1),
+        )
+
+
+NOTHING = Adjust()
+
+
+@dataclass(frozen=True)
 class Toy:
     """Tables of logits: the target looks two tokens back, the drafter at the anchor's context and one draft back."""
 
@@ -97,23 +138,25 @@ def make_toy(seed: int, gamma: int) -> Toy:
     return Toy(target, base, 0.6 * normal(VOCAB, VOCAB), 1.5 * normal(gamma, VOCAB))
 
 
-def exact_law(toy: Toy, settings: Settings, horizon: int = HORIZON) -> torch.Tensor:
+def exact_law(toy: Toy, settings: Settings, horizon: int = HORIZON, adjust: Adjust = NOTHING) -> torch.Tensor:
     """[V] * horizon float64: plain autoregressive sampling from the target."""
     law = torch.zeros((VOCAB,) * horizon, dtype=torch.float64)
     for tokens in product(range(VOCAB), repeat=horizon):
         history, mass = list(CONTEXT), 1.0
         for token in tokens:
-            mass *= filtered(toy.target[history[-2], history[-1]].tolist(), settings)[token]
+            row = adjust.row(toy.target[history[-2], history[-1]].tolist(), history[len(CONTEXT) :])
+            mass *= filtered(row, settings)[token]
             history.append(token)
         law[tokens] = mass
     return law
 
 
-def greedy_text(toy: Toy, horizon: int = HORIZON) -> list[int]:
+def greedy_text(toy: Toy, horizon: int = HORIZON, adjust: Adjust = NOTHING) -> list[int]:
     """Plain greedy decoding."""
     history = list(CONTEXT)
     for _ in range(horizon):
-        history.append(int(toy.target[history[-2], history[-1]].argmax()))
+        row = adjust.row(toy.target[history[-2], history[-1]].tolist(), history[len(CONTEXT) :])
+        history.append(row.index(max(row)))
     return history[2:]
 
 
