@@ -28,6 +28,7 @@ from dspark.kernels import (
     triton_allocate,
     triton_begin,
     triton_confidence,
+    triton_gather,
     triton_inject,
     triton_markov,
     triton_pack,
@@ -124,6 +125,16 @@ def begin_case(shapes: Shapes) -> Case:
     staged = rows, randint(shapes, shapes.vocab, requests), torch.full((requests,), 4000, device=device)
     arms = both(triton_begin, "begin_step", *staged, table, 5, windows, block, pages)
     return Case("begin", *arms, 2 * size_of(pages))
+
+
+def gather_case(shapes: Shapes) -> Case:
+    """Parameters of a batch among 4,096 request rows."""
+    requests, device = shapes.requests, shapes.device
+    floats, integers = randn(shapes, 3, 4096, dtype=torch.float32), randint(shapes, 1 << 60, 3, 4096)
+    out = empty(shapes, 3, requests), empty(shapes, 3, requests, dtype=torch.int64)
+    greedy = torch.empty(requests, dtype=torch.bool, device=device)
+    rows = randint(shapes, 4096, requests)
+    return Case("gather", *both(triton_gather, "gather_rows", rows, floats, integers, *out, greedy), size_of(*out))
 
 
 def pack_case(shapes: Shapes) -> Case:
@@ -243,6 +254,7 @@ def rope_case(shapes: Shapes) -> Case:
 
 CASES: dict[str, Callable[[Shapes], Case]] = {
     "begin": begin_case,
+    "gather": gather_case,
     "allocate": allocate_case,
     "pack": pack_case,
     "scan": lambda shapes: scan_case(shapes, statistics=False),

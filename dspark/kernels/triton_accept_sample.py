@@ -255,11 +255,7 @@ def accept_sample_triton(
         inputs.lens if greedy is None else greedy,
         inputs.lens if greedy is None else inputs.best,
     )
-    flags = {
-        "PACKED": inputs.index is not None,
-        "GREEDY": greedy is not None,
-        "COLS": power_of_two(out.tokens.shape[1]),
-    }
+    flags = {"PACKED": inputs.index is not None, "GREEDY": greedy is not None, "COLS": columns}
     _tile_kernel[(requests, count)](
         chains,
         rule,
