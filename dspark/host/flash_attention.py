@@ -72,7 +72,7 @@ class RowAttention:
         keys, values = pool.get_kv_buffer(layer.layer_id)
         causal = layer.attn_type == AttentionType.DECODER
         out = self._host.flash_attn_with_kvcache(
-            q=q.contiguous().view(-1, layer.tp_q_head_num, layer.head_dim),
+            q=q.view(-1, layer.tp_q_head_num, layer.head_dim),  # rows may be strided: a slice of the fused projection
             k_cache=keys.view(-1, 1, layer.tp_k_head_num, layer.head_dim),
             v_cache=values.view(-1, 1, layer.tp_v_head_num, layer.v_head_dim),
             page_table=self._pages,
