@@ -111,7 +111,8 @@ def allocate_case(shapes: Shapes) -> Case:
     budget = torch.full((1,), requests * gamma // 2, dtype=torch.int32, device=shapes.device)
     lens, offsets = (empty(shapes, requests + extra, dtype=torch.int32) for extra in (0, 1))
     survival = empty(shapes, requests, gamma)
-    arms = both(triton_allocate, "allocate_lengths", confidence, budget, lens, offsets, survival)
+    spans = triton_allocate.KeySpans(randint(shapes, 4000, requests), torch.empty_like(lens), torch.empty_like(offsets))
+    arms = both(triton_allocate, "allocate_lengths", confidence, budget, lens, offsets, survival, None, spans)
     return Case("allocate", *arms, size_of(confidence, lens, offsets, survival))
 
 
