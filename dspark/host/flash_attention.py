@@ -64,7 +64,7 @@ class RowAttention:
         self, q: torch.Tensor, k: Any, v: Any, layer: Any, forward_batch: Any, save_kv_cache: bool = True, **more: Any
     ) -> torch.Tensor:
         """Attention of one layer: [N, heads * head_dim] queries -> the same shape; see the host's ``forward``."""
-        if not _is_plain(layer) or any(value is not None for value in more.values()):
+        if not is_plain(layer) or any(value is not None for value in more.values()):
             return self._host.forward(q, k, v, layer, forward_batch, save_kv_cache, **more)
         pool = self._host.token_to_kv_pool
         if k is not None and save_kv_cache:
@@ -109,7 +109,7 @@ class RowAttention:
         return self._plans[key]
 
 
-def _is_plain(layer: Any) -> bool:
+def is_plain(layer: Any) -> bool:
     """Whether nothing but causal or bidirectional attention over the whole context is asked for."""
     return (
         layer.sliding_window_size == -1

@@ -6,6 +6,8 @@ tests) outside of one.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -16,6 +18,7 @@ from sglang.srt.model_executor.model_runner import ModelRunner
 from dspark.cuda_graph.static import StepBuffers
 from dspark.host.flash_attention import RowAttention, Spans
 from dspark.host.networks import HostDraftNet, block_info, ragged_layout
+from dspark.host.target_attention import FusedAttention
 from dspark.types import DecodeBatch, TargetRows, VerifyPlan
 
 
@@ -42,8 +45,18 @@ class PageTable:
 class _StaticForward:
     """Runs one model on packed rows of staged requests."""
 
-    def __init__(self, runner: ModelRunner, buffers: StepBuffers, pages: PageTable) -> None:
-        self._runner, self._buffers, self._pages = runner, buffers, pages
+    def __init__(
+        self,
+        runner: ModelRunner,
+        buffers: StepBuffers,
+        pages: PageTable,
+        layers: Callable[[], AbstractContextManager[None]] = nullcontext,
+    ) -> None:
+        """Args:
+        runner: of the model.
+        layers: entered around the forward.
+        """
+        self._runner, self._buffers, self._pages, self._layers = runner, buffers, pages, layers
 
     def __call__(
         self,
@@ -77,7 +90,7 @@ class _StaticForward:
             backend.init_forward_metadata(forward_batch)
         else:
             backend = RowAttention(backend, lens, lengths, self._pages.pages[:count], window, spans)
-        with forward_context(ForwardContext(attn_backend=backend)):
+        with forward_context(ForwardContext(attn_backend=backend)), self._layers():
             return self._runner.model.forward(tokens, positions, forward_batch)
 
 
@@ -103,7 +116,9 @@ class StaticTargetNet:
     """:class:`dspark.worker.protocols.TargetNet` on static buffers."""
 
     def __init__(self, runner: ModelRunner, buffers: StepBuffers, pages: PageTable) -> None:
-        self._forward = _StaticForward(runner, buffers, pages)
+        fused = FusedAttention(runner.model, runner.token_to_kv_pool)
+        self.fused_layers = len(fused)
+        self._forward = _StaticForward(runner, buffers, pages, fused.exchanged)
 
     def verify(self, batch: DecodeBatch, plan: VerifyPlan) -> TargetRows:
         """Forward the rows of a tier; logit biases are not part of captured steps."""

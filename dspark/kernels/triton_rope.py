@@ -32,6 +32,12 @@ def norm_rope(first, second, first_weight, second_weight, rotary, row, eps, half
     scale = tl.rsqrt(squares / (2 * half) + eps)[:, None]
     first = (first * scale * first_weight.to(tl.float32)).to(kind).to(tl.float32)
     second = (second * scale * second_weight.to(tl.float32)).to(kind).to(tl.float32)
+    return rope(first, second, rotary, row, half, kind, HALF)
+
+
+@jit
+def rope(first, second, rotary, row, half, kind: tl.constexpr, HALF: tl.constexpr):
+    """Both halves [N, HALF] float32 of heads of one row, rotated by its position and rounded to ``kind``."""
     column = tl.arange(0, HALF)[None, :]
     position = tl.load(rotary.positions + row).to(tl.int64)
     angle = rotary.table + position * rotary.table_stride + column
@@ -71,10 +77,14 @@ def _block_kernel(block, q_norm, k_norm, rotary, eps, out, HEADS: tl.constexpr, 
     known = (head < block.queries + 2 * block.keys) & inside
     source = block.data + row.to(tl.int64) * block.stride + head * (2 * half) + column
     raw_first, raw_second = tl.load(source, mask=known, other=0.0), tl.load(source + half, mask=known, other=0.0)
-    q_first, q_second = tl.load(q_norm + column, mask=inside), tl.load(q_norm + half + column, mask=inside)
-    k_first, k_second = tl.load(k_norm + column, mask=inside), tl.load(k_norm + half + column, mask=inside)
-    first_weight, second_weight = tl.where(is_query, q_first, k_first), tl.where(is_query, q_second, k_second)
-    first, second = norm_rope(raw_first, raw_second, first_weight, second_weight, rotary, row, eps, half, HALF)
+    if q_norm is None:
+        kind = raw_first.dtype
+        first, second = rope(raw_first.to(tl.float32), raw_second.to(tl.float32), rotary, row, half, kind, HALF)
+    else:
+        q_first, q_second = tl.load(q_norm + column, mask=inside), tl.load(q_norm + half + column, mask=inside)
+        k_first, k_second = tl.load(k_norm + column, mask=inside), tl.load(k_norm + half + column, mask=inside)
+        first_weight, second_weight = tl.where(is_query, q_first, k_first), tl.where(is_query, q_second, k_second)
+        first, second = norm_rope(raw_first, raw_second, first_weight, second_weight, rotary, row, eps, half, HALF)
 
     query = out.queries + (row.to(tl.int64) * block.queries + head) * (2 * half) + column
     tl.store(query, first, mask=known & is_query)
@@ -94,7 +104,7 @@ def _block_kernel(block, q_norm, k_norm, rotary, eps, out, HEADS: tl.constexpr, 
 
 def qk_norm_rope(
     qkv: torch.Tensor,
-    norms: tuple[torch.Tensor, torch.Tensor],
+    norms: tuple[torch.Tensor, torch.Tensor] | None,
     eps: float,
     table: torch.Tensor,
     positions: torch.Tensor,
@@ -109,7 +119,7 @@ def qk_norm_rope(
 
     Args:
         qkv: [N, (heads + 2 * kv_heads) * D] floating point, columns contiguous; query heads, key heads, value heads.
-        norms: two of [D], weights of the norms of queries and of keys.
+        norms: two of [D], weights of the norms of queries and of keys; None: heads are not normed.
         eps: of both norms.
         table: [positions, D] floating point, columns contiguous: cosines of the D / 2 angles, then sines. The first
             half of a head is rotated against its second half.
@@ -122,19 +132,21 @@ def qk_norm_rope(
 
 
 def norm_rope_reference(
-    x: torch.Tensor, weight: torch.Tensor, eps: float, table: torch.Tensor, positions: torch.Tensor
+    x: torch.Tensor, weight: torch.Tensor | None, eps: float, table: torch.Tensor, positions: torch.Tensor
 ) -> torch.Tensor:
-    """[N, heads, D] -> the same, normed and rotated as the kernels do it."""
+    """[N, heads, D] -> the same, normed (with a weight) and rotated as the kernels do it."""
     wide = x.to(torch.float32)
-    wide = wide * torch.rsqrt(wide.pow(2).mean(dim=-1, keepdim=True) + eps)
-    first, second = (wide * weight).to(x.dtype).to(torch.float32).chunk(2, dim=-1)
+    if weight is not None:
+        wide = wide * torch.rsqrt(wide.pow(2).mean(dim=-1, keepdim=True) + eps)
+        wide = (wide * weight).to(x.dtype).to(torch.float32)
+    first, second = wide.chunk(2, dim=-1)
     cos, sin = table[positions].to(torch.float32)[:, None].chunk(2, dim=-1)
     return torch.cat([first * cos - second * sin, second * cos + first * sin], dim=-1).to(x.dtype)
 
 
 def qk_norm_rope_reference(
     qkv: torch.Tensor,
-    norms: tuple[torch.Tensor, torch.Tensor],
+    norms: tuple[torch.Tensor, torch.Tensor] | None,
     eps: float,
     table: torch.Tensor,
     positions: torch.Tensor,
@@ -146,15 +158,16 @@ def qk_norm_rope_reference(
     (keys, values), (_, kv_heads, dim) = caches, caches[0].shape
     heads = queries.shape[1] // dim
     q, k, v = qkv.unflatten(1, (-1, dim)).split([heads, kv_heads, kv_heads], dim=1)
-    queries.copy_(norm_rope_reference(q, norms[0], eps, table, positions).flatten(1))
-    k.copy_(norm_rope_reference(k, norms[1], eps, table, positions))
+    q_norm, k_norm = norms or (None, None)
+    queries.copy_(norm_rope_reference(q, q_norm, eps, table, positions).flatten(1))
+    k.copy_(norm_rope_reference(k, k_norm, eps, table, positions))
     keys[slots.to(torch.int64)] = k.to(keys.dtype)
     values[slots.to(torch.int64)] = v.to(values.dtype)
 
 
 def qk_norm_rope_triton(
     qkv: torch.Tensor,
-    norms: tuple[torch.Tensor, torch.Tensor],
+    norms: tuple[torch.Tensor, torch.Tensor] | None,
     eps: float,
     table: torch.Tensor,
     positions: torch.Tensor,
@@ -168,7 +181,7 @@ def qk_norm_rope_triton(
     heads = queries.shape[1] // dim
     assert qkv.stride(1) == table.stride(1) == 1
     assert qkv.shape[1] == (heads + 2 * kv_heads) * dim
-    assert dense(*norms, positions, slots, keys, values, queries)
+    assert dense(*(norms or ()), positions, slots, keys, values, queries)
     assert keys.dtype == values.dtype
     if rows == 0:
         return
@@ -176,7 +189,7 @@ def qk_norm_rope_triton(
     out = _Stores(queries, slots, keys, values, keys.stride(0))
     _block_kernel[(rows, ceil_div(heads + 2 * kv_heads, _HEADS))](
         block,
-        *norms,
+        *(norms or (None, None)),
         Rotary(table, table.stride(0), positions),
         eps,
         out,

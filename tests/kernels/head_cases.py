@@ -71,12 +71,18 @@ def check_inject(
 
 
 def check_qk(
-    rows: int, heads: int, kv_heads: int, dim: int, dtype: torch.dtype = torch.float32, cache: torch.dtype | None = None
+    rows: int,
+    heads: int,
+    kv_heads: int,
+    dim: int,
+    dtype: torch.dtype = torch.float32,
+    cache: torch.dtype | None = None,
+    normed: bool = True,
 ) -> None:
     """Kernel against reference: queries, keys in place, and the cache; value columns stay as they are."""
     generator = torch.Generator().manual_seed(rows + 5 * heads + dim)
     given = draw(generator, rows, (heads + 2 * kv_heads) * dim, dtype=dtype)
-    norms = tuple(1 + draw(generator, dim, dtype=dtype) / 4 for _ in range(2))
+    norms = tuple(1 + draw(generator, dim, dtype=dtype) / 4 for _ in range(2)) if normed else None
     slots, positions = rows + 5, torch.randint(300, (rows,), generator=generator).to(DEVICE)
     at = slots_of(rows, slots, generator)
     results = []

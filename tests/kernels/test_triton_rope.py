@@ -15,13 +15,15 @@ from tests.kernels.triton_cases import DEVICE
     ("rows", "heads", "kv_heads", "dim"),
     [(0, 9, 3, 64), (1, 1, 1, 2), (7, 9, 3, 64), (3, 32, 8, 128), (2, 5, 1, 80), (5, 6, 2, 6)],
 )
-def test_equals_the_reference(rows: int, heads: int, kv_heads: int, dim: int) -> None:
-    check_qk(rows, heads, kv_heads, dim)
+@pytest.mark.parametrize("normed", [True, False])
+def test_equals_the_reference(rows: int, heads: int, kv_heads: int, dim: int, normed: bool) -> None:
+    check_qk(rows, heads, kv_heads, dim, normed=normed)
 
 
+@pytest.mark.parametrize("normed", [True, False])
 @pytest.mark.parametrize("cache", [None, torch.float32])
-def test_bfloat16(cache: torch.dtype | None) -> None:
-    check_qk(7, 9, 3, 64, torch.bfloat16, cache)
+def test_bfloat16(cache: torch.dtype | None, normed: bool) -> None:
+    check_qk(7, 9, 3, 64, torch.bfloat16, cache, normed)
 
 
 def test_queries_and_keys_have_norms_of_their_own() -> None:
