@@ -237,7 +237,7 @@ def accept_sample_triton(
     tile: int = TILE,
 ) -> None:
     """``accept_sample_into`` over tiles of the vocabulary, then over the tiles."""
-    requests = inputs.drafts.shape[0]
+    requests, columns = inputs.drafts.shape[0], power_of_two(out.tokens.shape[1])
     vocab = inputs.p.values.shape[-1]
     count = ceil_div(vocab, tile)
     if requests == 0:
