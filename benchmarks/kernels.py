@@ -28,6 +28,7 @@ from dspark.kernels import (
     triton_allocate,
     triton_begin,
     triton_confidence,
+    triton_gather,
     triton_inject,
     triton_markov,
     triton_pack,
@@ -110,7 +111,8 @@ def allocate_case(shapes: Shapes) -> Case:
     budget = torch.full((1,), requests * gamma // 2, dtype=torch.int32, device=shapes.device)
     lens, offsets = (empty(shapes, requests + extra, dtype=torch.int32) for extra in (0, 1))
     survival = empty(shapes, requests, gamma)
-    arms = both(triton_allocate, "allocate_lengths", confidence, budget, lens, offsets, survival)
+    spans = triton_allocate.KeySpans(randint(shapes, 4000, requests), torch.empty_like(lens), torch.empty_like(offsets))
+    arms = both(triton_allocate, "allocate_lengths", confidence, budget, lens, offsets, survival, None, spans)
     return Case("allocate", *arms, size_of(confidence, lens, offsets, survival))
 
 
@@ -124,6 +126,16 @@ def begin_case(shapes: Shapes) -> Case:
     staged = rows, randint(shapes, shapes.vocab, requests), torch.full((requests,), 4000, device=device)
     arms = both(triton_begin, "begin_step", *staged, table, 5, windows, block, pages)
     return Case("begin", *arms, 2 * size_of(pages))
+
+
+def gather_case(shapes: Shapes) -> Case:
+    """Parameters of a batch among 4,096 request rows."""
+    requests, device = shapes.requests, shapes.device
+    floats, integers = randn(shapes, 3, 4096, dtype=torch.float32), randint(shapes, 1 << 60, 3, 4096)
+    out = empty(shapes, 3, requests), empty(shapes, 3, requests, dtype=torch.int64)
+    greedy = torch.empty(requests, dtype=torch.bool, device=device)
+    rows = randint(shapes, 4096, requests)
+    return Case("gather", *both(triton_gather, "gather_rows", rows, floats, integers, *out, greedy), size_of(*out))
 
 
 def pack_case(shapes: Shapes) -> Case:
@@ -243,6 +255,7 @@ def rope_case(shapes: Shapes) -> Case:
 
 CASES: dict[str, Callable[[Shapes], Case]] = {
     "begin": begin_case,
+    "gather": gather_case,
     "allocate": allocate_case,
     "pack": pack_case,
     "scan": lambda shapes: scan_case(shapes, statistics=False),

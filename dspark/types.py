@@ -122,6 +122,8 @@ class VerifyPlan:
     packed: PackedRows | None = None  # layout of the forwarded rows; None: all R * W rows, request after request
     full: bool = True  # full windows are forwarded, and the commit is cut at ``verify_lens``
     rows: tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None = None  # ids, positions, KV slots, if made already
+    # [R + 1] offsets of the forwarded rows, [R] keys they attend to, [R + 1] offsets of those, int32; if made already
+    spans: tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None = None
 
     def inputs(self, batch: DecodeBatch) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """[N] int64 each: token ids, positions and KV slots of the forwarded rows."""

@@ -13,6 +13,7 @@ from sglang.srt.sampling.sampling_params import TOP_K_ALL
 
 from dspark.host.adjust import AdjustRows
 from dspark.host.extras import wanted
+from dspark.kernels.triton_gather import gather_rows
 from dspark.types import DecodeBatch, SamplingRows
 from dspark.worker.static_step import Sampling
 
@@ -49,15 +50,17 @@ class RequestTable:
         """
         self._server_seed = server_seed
         self._class_of = class_of
-        self._classes = torch.zeros(slots, dtype=torch.int64, device=device)
-        self._seeds = torch.zeros(slots, dtype=torch.int64, device=device)
         # Raised by every prefill. The host's own count starts again when its cache is flushed.
         self.generations = np.zeros(slots, dtype=np.int64)
         self._filtered = torch.zeros(slots, dtype=torch.bool)  # on the host
         self.adjustments = AdjustRows(slots, vocab, device)
-        # Captured steps read sampling parameters by request row: temperature, top-p, min-p and top-k, greedy.
+        # Captured steps read sampling parameters by request row: temperature, top-p, min-p; top-k, seed, class.
         self._numbers = torch.ones((3, slots), dtype=torch.float32, device=device)
-        self._top_k = torch.ones(slots, dtype=torch.int64, device=device)
+        self._integers = torch.zeros((3, slots), dtype=torch.int64, device=device)
+        self._top_k, self._seeds, self._classes = self._integers
+        self._top_k.fill_(1)
+        self._greedy_row = torch.ones(slots, dtype=torch.bool, device=device)
+        self._greedy_class = torch.full_like(self._classes, 0 if class_of is None else class_of(0.0))
 
     def write(self, batch: ScheduleBatch) -> None:
         """Store the requests of a prefill batch; a request's own ``sampling_seed`` wins, cut to 63 bits."""
@@ -87,24 +90,25 @@ class RequestTable:
 
         Greedy and sampled requests share the ``sampled`` and ``general`` kinds.
         """
-        if sampling == "greedy":  # nobody looks at the parameters: spare the gathers
-            count = rows.shape[0]
-            temperature, top_p, min_p = self._numbers[:, :count]
-            top_k, seeds = self._top_k[:count], self._seeds[:count]
-        else:
-            temperature, top_p, min_p = self._numbers[:, rows]
-            top_k, seeds = self._top_k[rows], self._seeds[rows]
+        count = rows.shape[0]
+        numbers, integers, greedy = self._numbers[:, :count], self._integers[:, :count], self._greedy_row[:count]
+        classes = self._greedy_class[:count]
+        if sampling != "greedy":  # else nobody looks at the parameters
+            numbers, integers = numbers.new_empty(3, count), integers.new_empty(3, count)
+            greedy = torch.empty_like(greedy)
+            gather_rows(rows, self._numbers, self._integers, numbers, integers, greedy)
+            classes = integers[2]
         return SamplingRows(
-            temperature=temperature,
-            top_k=top_k,
-            top_p=top_p,
-            min_p=min_p,
-            greedy=top_k <= 1,
-            seeds=seeds,
+            temperature=numbers[0],
+            top_k=integers[0],
+            top_p=numbers[1],
+            min_p=numbers[2],
+            greedy=greedy,
+            seeds=integers[1],
             all_greedy=sampling == "greedy",
             any_greedy=True,
             filters=sampling == "general",
-            calibration=None if self._class_of is None else self._classes[rows],
+            calibration=None if self._class_of is None else classes,
         )
 
     def kind(self, batch: ScheduleBatch) -> Sampling:

@@ -129,5 +129,6 @@ class StaticTargetNet:
             plan.packed.lens,
             plan.tokens.shape[1],
             CaptureHiddenMode.FULL,
+            plan.spans,
         )
         return TargetRows(logits=output.next_token_logits, features=output.hidden_states)

@@ -237,7 +237,7 @@ def accept_sample_triton(
     tile: int = TILE,
 ) -> None:
     """``accept_sample_into`` over tiles of the vocabulary, then over the tiles."""
-    requests = inputs.drafts.shape[0]
+    requests, columns = inputs.drafts.shape[0], power_of_two(out.tokens.shape[1])
     vocab = inputs.p.values.shape[-1]
     count = ceil_div(vocab, tile)
     if requests == 0:
@@ -255,11 +255,7 @@ def accept_sample_triton(
         inputs.lens if greedy is None else greedy,
         inputs.lens if greedy is None else inputs.best,
     )
-    flags = {
-        "PACKED": inputs.index is not None,
-        "GREEDY": greedy is not None,
-        "COLS": power_of_two(out.tokens.shape[1]),
-    }
+    flags = {"PACKED": inputs.index is not None, "GREEDY": greedy is not None, "COLS": columns}
     _tile_kernel[(requests, count)](
         chains,
         rule,

@@ -10,6 +10,8 @@ Source: DSpark paper, sections 3.2 and 5.2; the rule is that of ``dspark.kernels
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 
 from dspark.kernels.allocate import allocate, survival_of
@@ -19,6 +21,14 @@ MAX_REQUESTS, MAX_GAMMA = 1024, 16
 _PLACE_BITS = constant(14)  # places below 1024 * 16
 _LAST_PLACE = constant((1 << 14) - 1)
 _KEY_BITS = constant(30 + 14)  # the bits of 1.0 fit in 30
+
+
+class KeySpans(NamedTuple):
+    """Keys that each request's rows attend to."""
+
+    lengths: torch.Tensor  # [R] int64, tokens before the rows
+    ends: torch.Tensor  # [R] int32 out, those and the rows
+    offsets: torch.Tensor  # [R + 1] int32 out, running sums of ``ends`` from 0
 
 
 @jit
@@ -62,7 +72,9 @@ def _allocate_kernel(
     column_stride,
     requests,
     gamma,
+    spans,
     HAS_LIVE: tl.constexpr,
+    HAS_SPANS: tl.constexpr,
     ROWS: tl.constexpr,
     COLS: tl.constexpr,
 ):
@@ -83,6 +95,12 @@ def _allocate_kernel(
     tl.store(lens_ptr + row, lens, mask=row < requests)
     tl.store(offsets_ptr + row + 1, tl.cumsum(lens, axis=0), mask=row < requests)
     tl.store(offsets_ptr, 0)
+    if HAS_SPANS:
+        length = tl.load(spans.lengths + row, mask=row < requests, other=0).to(tl.int32)
+        found = tl.where(row < requests, length + lens, 0)
+        tl.store(spans.ends + row, found, mask=row < requests)
+        tl.store(spans.offsets + row + 1, tl.cumsum(found, axis=0), mask=row < requests)
+        tl.store(spans.offsets, 0)
 
 
 def allocate_lengths(
@@ -92,6 +110,7 @@ def allocate_lengths(
     offsets: torch.Tensor,
     survival: torch.Tensor,
     live: torch.Tensor | None = None,
+    spans: KeySpans | None = None,
 ) -> None:
     """Verify the ``budget`` drafts of largest survival; ties go to the lower position, then to the lower request.
 
@@ -104,6 +123,7 @@ def allocate_lengths(
         offsets: [R + 1] int32 out, first row of each request when windows are packed, then their sum.
         survival: [R, G] float32 out, contiguous: products of the confidences from the left.
         live: [R] bool, False for padded requests, which get no rows at all; None: all are real.
+        spans: what attention over these rows asks for; None: nothing.
 
     Raises:
         ValueError: more than 1,024 requests or 16 drafts (one program holds all keys).
@@ -114,7 +134,7 @@ def allocate_lengths(
             f"found {requests} requests of {gamma} drafts; one program holds {MAX_REQUESTS} of {MAX_GAMMA} at most"
         )
     launch = allocate_lengths_triton if confidence.is_cuda else allocate_lengths_reference
-    launch(confidence, budget, lens, offsets, survival, live)
+    launch(confidence, budget, lens, offsets, survival, live, spans)
 
 
 def allocate_lengths_reference(
@@ -124,6 +144,7 @@ def allocate_lengths_reference(
     offsets: torch.Tensor,
     survival: torch.Tensor,
     live: torch.Tensor | None = None,
+    spans: KeySpans | None = None,
 ) -> None:
     """``allocate_lengths`` in torch."""
     requests, gamma = confidence.shape
@@ -132,6 +153,10 @@ def allocate_lengths_reference(
     lens.copy_(allocate(survival, budget.clamp(min=0).clamp(max=drafts), live))
     offsets[:1] = 0
     offsets[1:] = lens.cumsum(0)
+    if spans is not None:
+        spans.ends.copy_(spans.lengths + lens)
+        spans.offsets[:1] = 0
+        spans.offsets[1:] = spans.ends.cumsum(0)
 
 
 def allocate_lengths_triton(
@@ -141,11 +166,13 @@ def allocate_lengths_triton(
     offsets: torch.Tensor,
     survival: torch.Tensor,
     live: torch.Tensor | None = None,
+    spans: KeySpans | None = None,
 ) -> None:
     """``allocate_lengths`` as one program."""
     requests, gamma = confidence.shape
     rows, columns = power_of_two(requests), power_of_two(gamma)
     assert dense(survival, lens, offsets, live)
+    assert spans is None or dense(*spans)
     _allocate_kernel[(1,)](
         confidence,
         budget,
@@ -157,7 +184,9 @@ def allocate_lengths_triton(
         confidence.stride(1),
         requests,
         gamma,
+        KeySpans(lens, lens, lens) if spans is None else spans,
         HAS_LIVE=live is not None,
+        HAS_SPANS=spans is not None,
         ROWS=rows,
         COLS=columns,
         num_warps=min(16, max(4, rows * columns // 512)),

@@ -14,12 +14,12 @@ from dspark.drafter.heads import VanillaMarkovHead
 from dspark.kernels.distribution import Distribution
 from dspark.kernels.triton_accept_greedy import FlatResult, accept_greedy_into
 from dspark.kernels.triton_accept_sample import AcceptInputs, accept_sample_into
-from dspark.kernels.triton_allocate import allocate_lengths
+from dspark.kernels.triton_allocate import KeySpans, allocate_lengths
 from dspark.kernels.triton_confidence import ConfidenceWeights, confidence
 from dspark.kernels.triton_filter import filter_rows
 from dspark.kernels.triton_markov import TILE as MARKOV_TILE
 from dspark.kernels.triton_markov import MarkovRow, markov_sample
-from dspark.kernels.triton_pack import PackedInputs, pack_windows
+from dspark.kernels.triton_pack import PackedInputs, pack_windows, window_offsets
 from dspark.kernels.triton_scan import TILE, Softmax, TileBuffers, scan_rows
 from dspark.types import AcceptResult, BlockProposal, DecodeBatch, StepBudget, TargetRows, VerifyPlan
 from dspark.worker.protocols import DraftNet, TargetNet
@@ -88,21 +88,23 @@ class FusedStep(DecodeStep):
         assert batch.live is not None
         buffers, device, requests = self._buffers, batch.anchors.device, batch.size
         lens = torch.empty(requests, dtype=torch.int32, device=device)
-        offsets = torch.empty(requests + 1, dtype=torch.int32, device=device)
+        offsets, key_offsets = torch.empty((2, requests + 1), dtype=torch.int32, device=device)
+        keys = KeySpans(batch.lengths, torch.empty_like(lens), key_offsets)
         drafts, count, known = self._none(requests), buffers.no_drafts, torch.empty_like(buffers.survival[:requests])
         if proposal is not None:
             assert isinstance(budget.drafts, torch.Tensor)
             drafts, count, known = proposal.tokens, budget.drafts, buffers.survival[:requests]
-        allocate_lengths(buffers.confidence[:requests], count, lens, offsets, known, batch.live)
+        allocate_lengths(buffers.confidence[:requests], count, lens, offsets, known, batch.live, keys)
         window, forwarded = drafts.shape[1] + 1, lens
         if not budget.packed:
             forwarded = (window * batch.live).to(torch.int32)
-            offsets[1:] = forwarded.cumsum(0)
+            window_offsets(forwarded, batch.lengths, offsets, keys.ends, keys.offsets)
         inputs = PackedInputs.empty(forwarded, window, budget.tier)
         pack_windows(batch.anchors, drafts, batch.lengths, batch.slots, None, offsets, inputs)
         rows = (inputs.ids, inputs.positions, inputs.slots)
         tokens = buffers.windows[:requests, :window]
-        return VerifyPlan(lens, tokens, inputs.rows, full=not budget.packed, rows=rows)
+        spans = offsets, keys.ends, keys.offsets
+        return VerifyPlan(lens, tokens, inputs.rows, full=not budget.packed, rows=rows, spans=spans)
 
     def _none(self, requests: int) -> torch.Tensor:
         """[R, 0] drafts."""

@@ -6,7 +6,7 @@ from dataclasses import fields
 
 import torch
 
-from dspark.kernels import triton_begin, triton_confidence, triton_inject, triton_rope
+from dspark.kernels import triton_begin, triton_confidence, triton_gather, triton_inject, triton_rope
 from tests.compare import Tolerance, assert_close, assert_equal
 from tests.kernels.triton_cases import DEVICE, POISON, poisoned, spread, spread_rows
 
@@ -166,3 +166,20 @@ def check_begin(requests: int, window: int, pages: int) -> None:
     for at, (required, found) in enumerate(zip(*results, strict=True)):
         assert_equal(found, required, f"output {at}")
     assert bool((results[1][0][:, 1:] == POISON).all()), "drafts are not written"
+
+
+def check_gather(slots: int, rows: int) -> None:
+    """Kernel against reference, to the bit; rows repeat, as those of padding do."""
+    generator = torch.Generator().manual_seed(slots)
+    floats = torch.randn(3, rows, generator=generator).to(DEVICE)
+    integers = torch.randint(-(2**62), 2**62, (3, rows), generator=generator).to(DEVICE)
+    at = torch.randint(rows, (slots,), generator=generator).to(DEVICE)
+    at[-1:] = rows - 1
+    results = []
+    for launch in (triton_gather.gather_rows_reference, triton_gather.gather_rows_triton):
+        out = poisoned(3, slots, dtype=torch.float32), poisoned(3, slots, dtype=torch.int64)
+        greedy = poisoned(slots, dtype=torch.bool)
+        launch(at, floats, integers, *out, greedy)
+        results.append((*out, greedy))
+    for name, required, found in zip(("floats", "integers", "greedy"), *results, strict=True):
+        assert_equal(found, required, name)

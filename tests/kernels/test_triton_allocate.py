@@ -97,7 +97,7 @@ def test_packed_rows(lens: list[int], rows: int) -> None:
     check_pack(torch.tensor(lens, dtype=torch.int32), rows, window=8)
 
 
-@pytest.mark.parametrize("window", [2, 3, 17])
+@pytest.mark.parametrize("window", [1, 2, 3, 17])
 def test_other_windows(window: int) -> None:
     generator = torch.Generator().manual_seed(window)
     lens = torch.randint(1, window + 1, (21,), generator=generator, dtype=torch.int32)

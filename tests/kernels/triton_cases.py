@@ -36,24 +36,30 @@ def spread(x: torch.Tensor) -> torch.Tensor:
 
 
 def check_allocate(confidence: torch.Tensor, budget: int, live: list[bool] | None = None) -> None:
-    """Kernel against reference, to the bit: lengths, offsets and survivals."""
+    """Kernel against reference, to the bit: lengths, offsets, survivals, and the keys of the rows."""
     requests, gamma = confidence.shape
-    found, required = (
-        (
-            poisoned(requests, dtype=torch.int32),
-            poisoned(requests + 1, dtype=torch.int32),
-            poisoned(requests, gamma, dtype=torch.float32),
-        )
-        for _ in range(2)
-    )
+
+    def outputs() -> list[torch.Tensor]:
+        shapes = [(requests,), (requests + 1,), (requests, gamma), (requests,), (requests + 1,)]
+        types = [torch.int32, torch.int32, torch.float32, torch.int32, torch.int32]
+        return [poisoned(*shape, dtype=dtype) for shape, dtype in zip(shapes, types, strict=True)]
+
+    found, without, required = outputs(), outputs(), [x.cpu() for x in outputs()]
     of_live = None if live is None else torch.tensor(live)
+    lengths = torch.arange(requests) * 12345
     k = torch.tensor([budget], dtype=torch.int32 if live is None else torch.int64)
     on_device = [None if x is None else x.to(DEVICE) for x in (confidence, k, of_live)]
-    triton_allocate.allocate_lengths_triton(*on_device[:2], *found, on_device[2])
-    on_cpu = [x.cpu() for x in required]  # torch on a GPU multiplies in float32, in another order
-    triton_allocate.allocate_lengths_reference(confidence, k, *on_cpu, of_live)
-    for name, a, b in zip(("lens", "offsets", "survival"), found, on_cpu, strict=True):
+    spans = triton_allocate.KeySpans(lengths.to(DEVICE), *found[3:])
+    triton_allocate.allocate_lengths_triton(*on_device[:2], *found[:3], on_device[2], spans)
+    triton_allocate.allocate_lengths_triton(*on_device[:2], *without[:3], on_device[2])
+    # The reference on a CPU: torch on a GPU multiplies in float32, in another order.
+    spans = triton_allocate.KeySpans(lengths, *required[3:])
+    triton_allocate.allocate_lengths_reference(confidence, k, *required[:3], of_live, spans)
+    names = ("lens", "offsets", "survival", "keys", "key offsets")
+    for name, a, b in zip(names, found, required, strict=True):
         assert_equal(a, b, f"{name} of {tuple(confidence.shape)}, budget {budget}, live {live}")
+    for name, a, b in zip(names[:3], without, required, strict=False):
+        assert_equal(a, b, f"{name} alone")
 
 
 def check_pack(lens: torch.Tensor, rows: int, window: int, seed: int = 0) -> None:

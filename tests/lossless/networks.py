@@ -13,6 +13,7 @@ from dataclasses import replace
 import torch
 
 from dspark.drafter.heads import ConfidenceHead, ConfidenceScale, VanillaMarkovHead
+from dspark.kernels.triton_pack import window_offsets
 from dspark.types import (
     Adjustments,
     AdjustTable,
@@ -40,6 +41,7 @@ class ToyTarget:
         self.forwarded = self.real = 0  # rows of the last forward, and those that were not padding
 
     def verify(self, batch: DecodeBatch, plan: VerifyPlan) -> TargetRows:
+        check_spans(batch, plan)
         tokens, slots = plan.rows_of(plan.tokens), plan.rows_of(batch.slots)
         valid = torch.ones_like(tokens, dtype=torch.bool) if plan.packed is None else plan.packed.valid
         self.forwarded, self.real = tokens.shape[0], int(valid.sum())
@@ -50,6 +52,17 @@ class ToyTarget:
         logits = self.table[before, tokens] + self.rhythm[beat]
         logits = logits.masked_fill(~valid[:, None], torch.nan)
         return TargetRows(logits, tokens.to(torch.float32).masked_fill(~valid, torch.nan)[:, None])
+
+
+def check_spans(batch: DecodeBatch, plan: VerifyPlan) -> None:
+    """What attention is told of the rows, where a plan says it, is what their lengths say."""
+    if plan.spans is None:
+        return
+    assert plan.packed is not None
+    required = [torch.empty_like(span) for span in plan.spans]
+    window_offsets(plan.packed.lens, batch.lengths, *required)
+    for name, found, span in zip(("rows", "keys", "key offsets"), plan.spans, required, strict=True):
+        assert_equal(found, span, name)
 
 
 class ToyDraft:
