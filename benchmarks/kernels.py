@@ -1,13 +1,17 @@
 """Time of every Triton kernel and of its torch reference on a GPU, side by side.
 
-    python -m benchmarks.kernels [--requests 1 8 32 64 128 256] [--only allocate accept] [--out result.json]
+    python -m benchmarks.kernels [--requests 1 8 32 64 128 256] [--only allocate accept-greedy] [--out result.json]
+    python -m benchmarks.kernels --bars --out result.json
 
 Both arms compute the same thing into the same buffers from the same inputs; each is captured as a CUDA graph of several
 calls and replayed, so that neither pays for its launches, and timed with CUDA events around the replay. A buffer larger
 than the L2 cache is written before every replay. Microseconds per call: median, and the 10th and 90th percentile. The
 ``reference`` arm of ``eager`` rows cannot be captured and is timed as it runs. ``floor`` is the time that the bytes of
 the inputs and outputs take at ``--bandwidth``. On a CPU there is nothing to time: ``--dry-run`` checks the cases on
-small shapes with the references. The last line is JSON.
+small shapes with the references.
+
+The bars come after the table, or alone with ``--bars``: ``allocate`` at 256 requests, and the whole verify step without
+its networks (``verify_tail.py``; reference: the same step of torch operators) at 64 requests. The last line is JSON.
 """
 
 from __future__ import annotations
@@ -21,16 +25,23 @@ from typing import Any
 
 import torch
 
-from benchmarks import machine
+from benchmarks import machine, verify_tail
 from dspark.kernels import triton_accept_greedy as accept_greedy
 from dspark.kernels import triton_accept_sample as accept_sample
 from dspark.kernels import triton_allocate, triton_markov, triton_pack, triton_scan
 from dspark.kernels.distribution import Distribution
 from dspark.kernels.triton_scan import TILE, Softmax, TileBuffers
 from dspark.types import SamplingRows
+from dspark.worker.static_step import Sampling
 
 CALLS = 5  # per graph; more would let the reference's buffers, fewer the replay, weigh in
 FLUSH_BYTES = 256 << 20
+VOCABULARIES = (49_152, 151_936)  # SmolLM2, Qwen3
+BARS: list[tuple[str, int, Sequence[int], float]] = [  # case, requests, vocabularies, microseconds
+    ("allocate", 256, VOCABULARIES[1:], 40.0),
+    ("tail-greedy", 64, VOCABULARIES, 60.0),
+    ("tail-sampled", 64, VOCABULARIES, 60.0),
+]
 
 
 @dataclass(frozen=True)
@@ -51,8 +62,8 @@ class Case:
     """Two ways to do one thing."""
 
     name: str
-    kernel: Callable[[], None]
-    reference: Callable[[], None]
+    kernel: Callable[[], Any]
+    reference: Callable[[], Any]
     bytes_moved: int
 
 
@@ -185,6 +196,13 @@ def accept_sample_case(shapes: Shapes) -> Case:
     return Case("accept sampled", *arms, requests * vocab * (2 + 4))
 
 
+def tail_case(shapes: Shapes, kind: Sampling) -> Case:
+    """The verify step without its networks, full windows."""
+    torch.cuda.empty_cache()  # what the last case held
+    parts = verify_tail.tail(shapes.requests, shapes.gamma, shapes.vocab, kind, shapes.device)
+    return Case(f"tail-{kind}", *parts)
+
+
 CASES: dict[str, Callable[[Shapes], Case]] = {
     "allocate": allocate_case,
     "pack": pack_case,
@@ -194,6 +212,10 @@ CASES: dict[str, Callable[[Shapes], Case]] = {
     "markov-sampled": lambda shapes: markov_case(shapes, greedy=False),
     "accept-greedy": accept_greedy_case,
     "accept-sampled": accept_sample_case,
+}
+TAILS: dict[str, Callable[[Shapes], Case]] = {
+    "tail-greedy": lambda shapes: tail_case(shapes, "greedy"),
+    "tail-sampled": lambda shapes: tail_case(shapes, "sampled"),
 }
 
 
@@ -227,12 +249,13 @@ def timed(call: Callable[[], None], rounds: int, flush: torch.Tensor) -> dict[st
         times.append(start.elapsed_time(end) * 1e3 / calls)
     times.sort()
     low, median, high = (times[int(share * (len(times) - 1))] for share in (0.1, 0.5, 0.9))
-    return {"median": round(median, 2), "p10": round(low, 2), "p90": round(high, 2), "graph": is_graph}
+    spread = {"p10": low, "p90": high, "min": times[0], "max": times[-1]}
+    return {"median": round(median, 2), **{name: round(us, 2) for name, us in spread.items()}, "graph": is_graph}
 
 
 def measure(name: str, shapes: Shapes, args: argparse.Namespace, flush: torch.Tensor | None) -> dict[str, Any]:
     """One row of the table; without a GPU both arms only run."""
-    case = CASES[name](shapes)
+    case = (CASES | TAILS)[name](shapes)
     row: dict[str, Any] = {"kernel": name, **{key: value for key, value in vars(shapes).items() if key != "device"}}
     row["floor_us"] = round(case.bytes_moved / args.bandwidth / 1e6, 2)
     if flush is None:
@@ -262,6 +285,37 @@ def show(row: dict[str, Any]) -> None:
     )
 
 
+def table(args: argparse.Namespace, jobs: Sequence[tuple[str, int, int]]) -> list[dict[str, Any]]:
+    """Measure and print rows of (case, requests, vocabulary)."""
+    on_gpu = torch.cuda.is_available()
+    flush = torch.zeros(FLUSH_BYTES, dtype=torch.uint8, device="cuda") if on_gpu and not args.dry_run else None
+    rows = []
+    for name, requests, vocab in jobs:
+        sizes = (requests, args.gamma, vocab, args.rank, args.tile, args.markov_tile)
+        shapes = Shapes(*sizes, device="cuda" if on_gpu else "cpu")
+        try:
+            rows.append(measure(name, shapes, args, flush))
+        except torch.cuda.OutOfMemoryError:
+            print(f"{name} R {requests}: the reference needs more memory than there is; left out")
+            continue
+        show(rows[-1])
+    return rows
+
+
+def measure_bars(args: argparse.Namespace) -> list[dict[str, Any]]:
+    """Rows that a bar is set for, each with its verdict (None where nothing was timed)."""
+    found = []
+    for name, requests, vocabularies, bar in BARS:
+        jobs = [(name, 3, 37)] if args.dry_run else [(name, requests, vocab) for vocab in vocabularies]
+        for row in table(args, jobs):
+            timing = row["kernel_us"]
+            within = None if timing is None else timing["median"] <= bar
+            found.append(row | {"bar_us": bar, "within_bar": within})
+            beyond = "" if timing is None else f"{timing['median'] - row['floor_us']:.1f} us above the floor, "
+            print(f"  bar {bar:.0f} us: {beyond}{'not timed' if within is None else 'met' if within else 'MISSED'}")
+    return found
+
+
 def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
     """Measure, print a table, and the result as the last line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -273,28 +327,24 @@ def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
     parser.add_argument("--markov-tile", type=int, default=triton_markov.TILE, help="columns of a program of markov")
     parser.add_argument("--rounds", type=int, default=100)
     parser.add_argument("--only", nargs="+", choices=CASES, default=list(CASES))
-    parser.add_argument("--bandwidth", type=float, default=4.2, help="TB/s, for the floor")
+    parser.add_argument("--bandwidth", type=float, default=4.0, help="TB/s, for the floor")
+    parser.add_argument("--bars", action="store_true", help="only the rows that a bar is set for")
     parser.add_argument("--dry-run", action="store_true", help="run every case once on small shapes, time nothing")
     parser.add_argument("--out", type=Path)
     args = parser.parse_args(argv)
-    on_gpu = torch.cuda.is_available()
     if args.dry_run:
         args.requests, args.vocab, args.rank = [3], 37, 8
-    elif not on_gpu:
+    elif not torch.cuda.is_available():
         parser.error("found no GPU, and only a GPU can be timed; --dry-run checks the cases")
-    flush = torch.zeros(FLUSH_BYTES, dtype=torch.uint8, device="cuda") if on_gpu and not args.dry_run else None
-    rows = []
-    for name in args.only:
-        for requests in args.requests:
-            sizes = (requests, args.gamma, args.vocab, args.rank, args.tile, args.markov_tile)
-            shapes = Shapes(*sizes, device="cuda" if on_gpu else "cpu")
-            try:
-                rows.append(measure(name, shapes, args, flush))
-            except torch.cuda.OutOfMemoryError:
-                print(f"{name} R {requests}: the reference needs more memory than there is; left out")
-                continue
-            show(rows[-1])
-    result = {"benchmark": "kernels", "dry_run": args.dry_run, "rows": rows, "machine": machine.describe()}
+    jobs = [] if args.bars else [(name, requests, args.vocab) for name in args.only for requests in args.requests]
+    rows, bars = table(args, jobs), measure_bars(args)
+    result = {
+        "benchmark": "kernels",
+        "dry_run": args.dry_run,
+        "rows": rows,
+        "bars": bars,
+        "machine": machine.describe(),
+    }
     if args.out is not None:
         args.out.write_text(json.dumps(result, indent=1) + "\n")
     print(json.dumps(result))
