@@ -29,7 +29,7 @@ REFUSED: list[dict[str, Any]] = [
             {"frequency_penalty": 0.5},
             {"presence_penalty": 0.5},
             {"repetition_penalty": 1.2},
-            {"min_new_tokens": 5},
+            {"min_new_tokens": 2},
             {"sampling_seed": "x"},
             {"top_k": 10**10},
             {"temperature": -1.0},
@@ -51,6 +51,12 @@ class Request:
     @property
     def streamed(self) -> bool:
         return bool(self.payload.get("stream"))
+
+    @property
+    def limit(self) -> int:
+        """Longest answer in tokens."""
+        native = self.payload.get("sampling_params", {}).get("max_new_tokens")
+        return int(self.payload["max_tokens"] if native is None else native)
 
     @property
     def kinds(self) -> list[str]:
@@ -171,9 +177,8 @@ def outcome(request: Request, seen: Seen) -> str:
         return f"lost: HTTP {seen.status}"
     if seen.finish not in ("stop", "length"):
         return f"lost: finish reason {seen.finish}"
-    params = request.payload.get("sampling_params", {})
-    if seen.finish == "length" and seen.tokens not in (None, params.get("max_new_tokens")):
-        return f"lost: {seen.tokens} of {params.get('max_new_tokens')} tokens"
+    if seen.finish == "length" and seen.tokens not in (None, request.limit):
+        return f"lost: {seen.tokens} of {request.limit} tokens"
     return "answered"
 
 

@@ -70,6 +70,12 @@ def test_what_became_of_a_request(ending: str, seen: Seen, required: str) -> Non
     assert outcome(Request("a", "/generate", PARAMS, ending), seen) == required  # type: ignore[arg-type]
 
 
+def test_an_openai_request_has_its_own_name_for_the_limit() -> None:
+    request = Request("a", "/v1/chat/completions", {"max_tokens": 5}, "answer")
+    assert outcome(request, Seen(200, "length", 5)) == "answered"
+    assert outcome(request, Seen(200, "length", 3)) == "lost: 3 of 5 tokens"
+
+
 def test_a_request_that_never_came_back_is_lost() -> None:
     book, request = Book(), Request("a", "/generate", PARAMS, "answer")
     for _ in range(3):
@@ -92,7 +98,8 @@ def test_every_verdict_can_fail() -> None:
     good = {"alive": True, "requests": {"lost": 0, "sent": 9}, "idle": [{"free": True}], "log_errors": []}
     good |= {"growth_mib": {"scheduler_mib": 3.0, "gpu_mib": None}}
     assert all(verdicts(good, 10.0).values())
-    leak = log_errors("fine\n[00:00] req_to_token_pool memory leak detected!\nTraceback (most recent call last):\n")
+    lines = ["fine", "server_args=ServerArgs(crash_on='Exception')", "req_to_token_pool memory leak detected!"]
+    leak = log_errors("\n".join([*lines, "Traceback (most recent call last):"]))
     assert len(leak) == 2
     faults = [{"alive": False}, {"requests": {"lost": 1, "sent": 9}}, {"idle": [{"free": True}, {"free": False}]}]
     faults += [{"idle": []}, {"growth_mib": {"scheduler_mib": 11.0, "gpu_mib": None}}, {"log_errors": leak}]
