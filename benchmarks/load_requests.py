@@ -148,7 +148,7 @@ class RequestSource:
     def _chat(self, rid: str) -> Request:
         draw = self._draw
         question = draw.choice(["Name three rivers.", "What is 17 plus 25?", "Tell me a story.", "Write a SQL query."])
-        payload = {"rid": rid, "model": "default", "messages": [{"role": "user", "content": question}]}
+        payload: dict[str, Any] = {"rid": rid, "model": "default", "messages": [{"role": "user", "content": question}]}
         payload |= {"max_tokens": self._length(self._max_new), "stream": draw.random() < 0.5}
         payload |= {"temperature": draw.choice([0.0, 0.9]), "seed": draw.getrandbits(30)}
         return Request(rid, "/v1/chat/completions", payload, "answer")
