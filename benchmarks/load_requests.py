@@ -232,4 +232,4 @@ def grown(points: Sequence[Mapping[str, Any]], name: str) -> float | None:
     values = [point[name] for point in points if point.get(name) is not None]
     if len(values) < 2:
         return None
-    return float(values[-1] - max(values[: max(1, len(values) // 3)]))
+    return round(float(values[-1] - max(values[: max(1, len(values) // 3)])), 1)
