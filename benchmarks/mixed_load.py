@@ -47,7 +47,8 @@ POOL_FLAGS = {
 SIZES = {"cpu": (8, 200, 40), "cuda": (96, 1500, 300)}  # clients, longest prompt, longest answer
 PINS = (0.1, 0.25, 0.5, 1.0, -1.0, -1.0)
 ERRORS = re.compile(
-    r"Traceback|leak detected|CUDA error|illegal memory|Segmentation fault|out of memory|crashed with exit code|sigquit|\bERROR\b|Exception"
+    r"Traceback|leak detected|CUDA error|illegal memory|Segmentation fault|out of memory|crashed with exit code|SIGQUIT"
+    r"|\bERROR\b|Exception"
 )
 
 
