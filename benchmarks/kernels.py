@@ -28,20 +28,22 @@ import torch
 from benchmarks import machine, verify_tail
 from dspark.kernels import triton_accept_greedy as accept_greedy
 from dspark.kernels import triton_accept_sample as accept_sample
-from dspark.kernels import triton_allocate, triton_markov, triton_pack, triton_scan
+from dspark.kernels import (
+    triton_allocate,
+    triton_begin,
+    triton_confidence,
+    triton_inject,
+    triton_markov,
+    triton_pack,
+    triton_rope,
+    triton_scan,
+)
 from dspark.kernels.distribution import Distribution
 from dspark.kernels.triton_scan import TILE, Softmax, TileBuffers
 from dspark.types import SamplingRows
-from dspark.worker.static_step import Sampling
 
 CALLS = 5  # per graph; more would let the reference's buffers, fewer the replay, weigh in
 FLUSH_BYTES = 256 << 20
-VOCABULARIES = (49_152, 151_936)  # SmolLM2, Qwen3
-BARS: list[tuple[str, int, Sequence[int], float]] = [  # case, requests, vocabularies, microseconds
-    ("allocate", 256, VOCABULARIES[1:], 40.0),
-    ("tail-greedy", 64, VOCABULARIES, 60.0),
-    ("tail-sampled", 64, VOCABULARIES, 60.0),
-]
 
 
 @dataclass(frozen=True)
@@ -116,6 +118,18 @@ def allocate_case(shapes: Shapes) -> Case:
     return Case("allocate", *arms, size_of(confidence, lens, offsets, survival))
 
 
+def begin_case(shapes: Shapes) -> Case:
+    """Contexts of 4,000 tokens, with a copy of the slot table."""
+    requests, window, device = shapes.requests, shapes.gamma + 1, shapes.device
+    table, rows = randint(shapes, 1 << 30, requests, 4096).to(torch.int32), torch.arange(requests, device=device)
+    tokens, positions, slots = (empty(shapes, requests, window, dtype=torch.int64) for _ in range(3))
+    windows, pages = triton_begin.Windows(tokens, positions, slots), torch.empty_like(table)
+    block = triton_begin.BlockInputs.empty(requests, shapes.gamma, device)
+    staged = rows, randint(shapes, shapes.vocab, requests), torch.full((requests,), 4000, device=device)
+    arms = both(triton_begin, "begin_step", *staged, table, 5, windows, block, pages)
+    return Case("begin", *arms, 2 * size_of(pages))
+
+
 def pack_case(shapes: Shapes) -> Case:
     """Windows of every length."""
     requests, window = shapes.requests, shapes.gamma + 1
@@ -163,8 +177,8 @@ def accept_greedy_case(shapes: Shapes) -> Case:
     requests, window = shapes.requests, shapes.gamma + 1
     drafts, best = randint(shapes, 2, requests, shapes.gamma), randint(shapes, 2, requests * window)
     lens = torch.full((requests,), window, dtype=torch.int32, device=shapes.device)
-    out = accept_greedy.empty_result(requests, window, shapes.device)
-    arms = both(accept_greedy, "accept_greedy_into", drafts, best, lens, out)
+    out, positions = accept_greedy.FlatResult.empty(requests, window, shapes.device), randint(shapes, 4000, requests)
+    arms = both(accept_greedy, "accept_greedy_into", drafts, best, lens, out, None, None, positions)
     return Case("accept greedy", *arms, size_of(drafts, best, lens, out.tokens))
 
 
@@ -190,32 +204,60 @@ def accept_sample_case(shapes: Shapes) -> Case:
         randint(shapes, 1 << 62, requests),
         torch.arange(requests, device=shapes.device),
     )
-    out = accept_greedy.empty_result(requests, gamma + 1, shapes.device)
+    out = accept_greedy.FlatResult.empty(requests, gamma + 1, shapes.device)
     tiles = TileBuffers.empty(requests, vocab, shapes.tile, shapes.device)
     arms = both(accept_sample, "accept_sample_into", inputs, out, tiles, tile=shapes.tile)
     return Case("accept sampled", *arms, requests * vocab * (2 + 4))
 
 
-def tail_case(shapes: Shapes, kind: Sampling) -> Case:
-    """The verify step without its networks, full windows."""
-    torch.cuda.empty_cache()  # what the last case held
-    parts = verify_tail.tail(shapes.requests, shapes.gamma, shapes.vocab, kind, shapes.device)
-    return Case(f"tail-{kind}", *parts)
+def confidence_case(shapes: Shapes) -> Case:
+    """A block of a draft 4,096 wide."""
+    requests, gamma, width = shapes.requests, shapes.gamma, 4096
+    hidden, w1 = randn(shapes, requests, gamma, width), randn(shapes, shapes.vocab, shapes.rank)
+    proj = randn(shapes, width + shapes.rank, dtype=torch.float32) / width**0.5
+    scale = [1 + torch.rand(2, gamma, device=shapes.device) for _ in range(2)]
+    weights = triton_confidence.ConfidenceWeights(proj, None, w1, *scale)
+    anchors, drafts = randint(shapes, shapes.vocab, requests), randint(shapes, shapes.vocab, requests, gamma)
+    out = empty(shapes, requests, gamma)
+    arms = both(triton_confidence, "confidence", hidden, anchors, drafts, weights, randint(shapes, 2, requests), out)
+    return Case("confidence", *arms, size_of(hidden, out))
+
+
+def inject_case(shapes: Shapes) -> Case:
+    """Context KV of full windows in five layers with 8 heads of 128."""
+    layers, heads, dim, count = 5, 8, 128, shapes.requests * (shapes.gamma + 1)
+    rows, norms = randn(shapes, count, layers * 2 * heads * dim), randn(shapes, layers, dim)
+    buffers = [[empty(shapes, count, heads, dim, dtype=torch.bfloat16) for _ in range(layers)] for _ in range(2)]
+    table, at = randn(shapes, 4096, dim, dtype=torch.float32), torch.randperm(count, device=shapes.device)
+    caches = triton_inject.KvCaches.of(*buffers)
+    arms = both(triton_inject, "kv_inject", rows, norms, 1e-6, table, randint(shapes, 4096, count), at, caches)
+    return Case("inject", *arms, 2 * size_of(rows))
+
+
+def rope_case(shapes: Shapes) -> Case:
+    """One layer of a block, 32 and 8 heads of 128."""
+    heads, kv_heads, dim, count = 32, 8, 128, shapes.requests * shapes.gamma
+    qkv, queries = randn(shapes, count, (heads + 2 * kv_heads) * dim), randn(shapes, count, heads * dim)
+    norms, table = (randn(shapes, dim), randn(shapes, dim)), randn(shapes, 4096, dim, dtype=torch.float32)
+    positions, at = randint(shapes, 4096, count), torch.randperm(count, device=shapes.device)
+    caches = tuple(empty(shapes, count, kv_heads, dim, dtype=torch.bfloat16) for _ in range(2))
+    arms = both(triton_rope, "qk_norm_rope", qkv, norms, 1e-6, table, positions, at, caches, queries)
+    return Case("rope", *arms, 2 * size_of(qkv))
 
 
 CASES: dict[str, Callable[[Shapes], Case]] = {
+    "begin": begin_case,
     "allocate": allocate_case,
     "pack": pack_case,
     "scan": lambda shapes: scan_case(shapes, statistics=False),
     "scan-statistics": lambda shapes: scan_case(shapes, statistics=True),
     "markov-greedy": lambda shapes: markov_case(shapes, greedy=True),
     "markov-sampled": lambda shapes: markov_case(shapes, greedy=False),
+    "confidence": confidence_case,
+    "rope": rope_case,
+    "inject": inject_case,
     "accept-greedy": accept_greedy_case,
     "accept-sampled": accept_sample_case,
-}
-TAILS: dict[str, Callable[[Shapes], Case]] = {
-    "tail-greedy": lambda shapes: tail_case(shapes, "greedy"),
-    "tail-sampled": lambda shapes: tail_case(shapes, "sampled"),
 }
 
 
@@ -255,7 +297,10 @@ def timed(call: Callable[[], None], rounds: int, flush: torch.Tensor) -> dict[st
 
 def measure(name: str, shapes: Shapes, args: argparse.Namespace, flush: torch.Tensor | None) -> dict[str, Any]:
     """One row of the table; without a GPU both arms only run."""
-    case = (CASES | TAILS)[name](shapes)
+    if name in verify_tail.KINDS:
+        case = Case(name, *verify_tail.tail(shapes.requests, shapes.gamma, shapes.vocab, name, shapes.device))
+    else:
+        case = CASES[name](shapes)
     row: dict[str, Any] = {"kernel": name, **{key: value for key, value in vars(shapes).items() if key != "device"}}
     row["floor_us"] = round(case.bytes_moved / args.bandwidth / 1e6, 2)
     if flush is None:
@@ -305,7 +350,7 @@ def table(args: argparse.Namespace, jobs: Sequence[tuple[str, int, int]]) -> lis
 def measure_bars(args: argparse.Namespace) -> list[dict[str, Any]]:
     """Rows that a bar is set for, each with its verdict (None where nothing was timed)."""
     found = []
-    for name, requests, vocabularies, bar in BARS:
+    for name, requests, vocabularies, bar in verify_tail.BARS:
         jobs = [(name, 3, 37)] if args.dry_run else [(name, requests, vocab) for vocab in vocabularies]
         for row in table(args, jobs):
             timing = row["kernel_us"]

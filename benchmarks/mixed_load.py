@@ -173,9 +173,7 @@ class Load:
     def _burst(self) -> set[Future[None]]:
         self.bursts += 1
         if self.args.arm == "dspark" and self._draw.random() < 0.2:
-            pin = {"server_args": {"dspark_force_budget_frac": self._draw.choice(PINS)}}
-            if self.server.post("/set_internal_state", pin) != [True]:
-                raise HostError(f"found that the server refused {pin}; see {self.server.log_path}")
+            self.server.set_state(dspark_force_budget_frac=self._draw.choice(PINS))
             self.pins += 1
         size = self._draw.randint(1, self.args.concurrency)
         asked = [self.source.next() for _ in range(size)]

@@ -61,11 +61,6 @@ def record(server: ServerProcess) -> dict[str, Any]:
     return server.server_info()["internal_states"][0]["dspark_info_record"]
 
 
-def set_state(server: ServerProcess, **state: Any) -> None:
-    if server.post("/set_internal_state", {"server_args": state}) != [True]:
-        raise RuntimeError(f"the server refused {state}; see {server.log_path}")
-
-
 def ask(args: argparse.Namespace, server: ServerProcess, prompts: Sequence[Any]) -> list[Answer]:
     """All prompts at once, greedily."""
     params = {"temperature": 0, "max_new_tokens": args.max_new_tokens, "ignore_eos": True}
@@ -82,7 +77,7 @@ def ask(args: argparse.Namespace, server: ServerProcess, prompts: Sequence[Any])
 def batch_row(args: argparse.Namespace, server: ServerProcess, arm: str, batch: int, prompts: Sequence[Any]) -> Any:
     """Rows per request in the steps that held the whole batch, and the texts."""
     server.flush_cache()
-    set_state(server, dspark_clear_info_records=1)
+    server.set_state(dspark_clear_info_records=1)
     answers = ask(args, server, prompts[:batch])
     found = record(server)["schedule"]
     whole = found["by_batch"].get(str(batch))
@@ -102,7 +97,7 @@ def pin_row(args: argparse.Namespace, server: ServerProcess, arm: str, batch: in
     rows = []
     gamma = record(server)["gamma"]
     for fraction in args.pins:
-        set_state(server, dspark_force_budget_frac=fraction, dspark_clear_info_records=1)
+        server.set_state(dspark_force_budget_frac=fraction, dspark_clear_info_records=1)
         ask(args, server, prompts[:batch])
         steps = record(server)["steps"]
         exact = 0
@@ -114,7 +109,7 @@ def pin_row(args: argparse.Namespace, server: ServerProcess, arm: str, batch: in
         rows.append({"arm": arm, "batch": batch, "fraction": fraction, "steps": len(steps), "exact_steps": exact})
         rows[-1]["rows_per_step"] = sum(step["forwarded_rows"] for step in steps) / len(steps)
         print(f"{arm}, batch {batch}, pin {fraction:g}: {exact} of {len(steps)} steps verify exactly R + K rows")
-    set_state(server, dspark_force_budget_frac=-1)
+    server.set_state(dspark_force_budget_frac=-1)
     return rows
 
 

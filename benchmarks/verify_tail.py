@@ -1,26 +1,35 @@
 """The captured verify step without its two networks: allocation, packing, acceptance, and what leaves the step.
 
-``StaticStep.verify`` runs as a server captures it, over a target that returns logits at hand and a drafter that
-injects nothing. What remains is everything beyond the target's forward, its LM head, and the injection of features
-(products, norms, rotary embedding, KV writes). Batches are full: every request with a window of G + 1 rows.
+``StaticStep.verify`` runs as a server captures it, over a target that returns logits at hand and a drafter whose matrix
+products are left out of the injection: what remains of that are norms, rotary embedding and KV writes. Everything else
+beyond the target's forward and LM head is there. Batches are full: every request with a window of G + 1 rows.
 """
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
 import torch
 
 from dspark.cuda_graph.static import StepBuffers
+from dspark.kernels.triton_inject import KvCaches, kv_inject, kv_inject_reference
 from dspark.kernels.triton_pack import window_offsets
 from dspark.types import AcceptResult, BlockProposal, DecodeBatch, SamplingRows, StepBudget, TargetRows, VerifyPlan
 from dspark.worker.fused_step import FusedStep
 from dspark.worker.static_step import Sampling, StaticStep
 from dspark.worker.step import DecodeStep
 
+VOCABULARIES = (49_152, 151_936)  # SmolLM2, Qwen3
+BARS: list[tuple[str, int, Sequence[int], float]] = [  # case, requests, vocabularies, microseconds
+    ("allocate", 256, VOCABULARIES[1:], 40.0),
+    ("tail-greedy", 64, VOCABULARIES, 60.0),
+    ("tail-sampled", 64, VOCABULARIES, 60.0),
+]
+KINDS: dict[str, Sampling] = {"tail-greedy": "greedy", "tail-sampled": "sampled"}
+SMALL_DRAFT, DRAFT = (3, 3, 64), (5, 8, 128)  # layers, KV heads, width of a head: beside SmolLM2, beside Qwen3
 COPIES = 3  # of the logits, taken in turn: the smaller vocabulary's would stay in the L2 cache between two calls
 AGREEMENT = 0.8  # of the drafts are the target's arg max; the others are refused
 
@@ -42,19 +51,28 @@ class Target:
 
 
 class Drafter:
-    """Never asked for a block; injects nothing."""
+    """Never asked for a block; stores context KV whose products are at hand."""
 
     markov_head = confidence_head = calibration = None
 
+    def __init__(self, rows: int, vocab: int, device: str, inject: Callable[..., None]) -> None:
+        layers, heads, dim = SMALL_DRAFT if vocab == VOCABULARIES[0] else DRAFT
+        self._inject = inject
+        self._kv = torch.randn((rows, layers * 2 * heads * dim), device=device).to(torch.bfloat16)
+        self._norms = torch.ones((layers, dim), dtype=torch.bfloat16, device=device)
+        self._table = torch.rand((4096, dim), device=device)
+        caches = torch.zeros((2, layers, rows, heads, dim), dtype=torch.bfloat16, device=device)
+        self._caches = KvCaches.of(*(list(half) for half in caches))
+
     def inject(self, features: torch.Tensor, positions: torch.Tensor, slots: torch.Tensor) -> None:
-        pass
+        self._inject(self._kv, self._norms, 1e-6, self._table, positions, slots, self._caches)
 
 
 class TorchStep(DecodeStep):
     """The step of torch operators on a block in static buffers."""
 
-    def __init__(self, target: Target, buffers: StepBuffers) -> None:
-        super().__init__(Drafter(), target)  # type: ignore[arg-type]
+    def __init__(self, drafter: Drafter, target: Target, buffers: StepBuffers) -> None:
+        super().__init__(drafter, target)  # type: ignore[arg-type]
         self._buffers, self._probs = buffers, None
         if buffers._distribution is not None:
             self._probs = torch.softmax(buffers.distribution_buffers()[0], dim=-1)
@@ -88,6 +106,7 @@ def filled_buffers(requests: int, gamma: int, vocab: int, kind: Sampling, device
     buffers = StepBuffers(requests, gamma + 1, device)
     rows = torch.arange(requests, device=device)
     buffers.stage(rows, torch.randint(vocab, (requests,), device=device), 1000 + rows, requests * gamma)
+    torch.add(buffers.lengths[:, None], torch.arange(gamma + 1, device=device), out=buffers.positions)
     buffers.windows.copy_(torch.randint(vocab, buffers.windows.shape, device=device))
     buffers.kv_slots.copy_(torch.arange(requests * (gamma + 1), device=device).view(requests, -1))
     buffers.confidence.uniform_(0.5, 1.0)
@@ -112,24 +131,27 @@ def target_logits(buffers: StepBuffers, vocab: int) -> torch.Tensor:
 
 
 def tail(
-    requests: int, gamma: int, vocab: int, kind: Sampling, device: str
+    requests: int, gamma: int, vocab: int, name: str, device: str
 ) -> tuple[Callable[[], torch.Tensor], Callable[[], torch.Tensor], int]:
     """Two ways to run the tail of one step, and the bytes that any must read.
 
     Args:
         requests, gamma, vocab: R, G, V.
-        kind: greedy or sampled requests.
+        name: one of ``KINDS``.
         device: ``cpu`` runs the torch references of the kernels.
 
     Returns:
         The fused step, the step of torch operators (each returns ``StaticStep.flat``'s tensor), and the bytes of the
         logits; for sampled requests also of the two rows where each request's chain ends.
     """
+    if device == "cuda":
+        torch.cuda.empty_cache()  # what the case before held
+    kind, tier = KINDS[name], requests * (gamma + 1)
     buffers = filled_buffers(requests, gamma, vocab, kind, device)
     logits = [target_logits(buffers, vocab) for _ in range(COPIES)]
-    target, tier = Target(logits), requests * (gamma + 1)
-    fused = FusedStep(Drafter(), target, buffers)  # type: ignore[arg-type]
-    plain: Any = TorchStep(Target(logits), buffers)
+    drafters = [Drafter(tier, vocab, device, inject) for inject in (kv_inject, kv_inject_reference)]
+    fused = FusedStep(drafters[0], Target(logits), buffers)  # type: ignore[arg-type]
+    plain: Any = TorchStep(drafters[1], Target(logits), buffers)
     steps = [
         StaticStep(step, buffers, lambda slots: None, parameters(requests, device), full_windows=False)
         for step in (fused, plain)

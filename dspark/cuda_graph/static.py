@@ -6,6 +6,7 @@ import torch
 
 from dspark.kernels.distribution import Distribution
 from dspark.kernels.stage import stage
+from dspark.kernels.triton_begin import BlockInputs, Windows, begin_step
 
 
 class StepBuffers:
@@ -30,8 +31,11 @@ class StepBuffers:
         self.lengths = zeros(slots)
         self.live = zeros(slots, dtype=torch.bool)
         self.budget = zeros(1)  # K
+        self.no_drafts = zeros(1)  # K of a step without a draft
         self.kv_slots = zeros(slots, window)
+        self.positions = zeros(slots, window)
         self.windows = zeros(slots, window)  # anchors and drafts
+        self.block = BlockInputs.empty(slots, window - 1, device)  # inputs of the drafter's forward
         self.survival = zeros(slots, window - 1, dtype=torch.float32)
         self.confidence = zeros(slots, window - 1, dtype=torch.float32)
         # Of the drafts: values [slots, G, V], tops and totals [slots, G] float32 (``Distribution``), for sampled steps.
@@ -68,3 +72,15 @@ class StepBuffers:
         """
         buffers = self.rows, self.anchors, self.lengths
         stage((rows, anchors, lengths), buffers, self.live, self.budget, drafts)
+
+    def begin(self, slots: int, table: torch.Tensor, mask_token: int, pages: torch.Tensor | None) -> None:
+        """Derive the windows and the block of the first ``slots`` requests from what is staged (``begin_step``).
+
+        Args:
+            table: [N, C] int32, KV slot of each position of each request row.
+            mask_token: of the drafter.
+            pages: [slots, P] int32 out, a copy of the requests' rows of ``table``; None if nobody reads one.
+        """
+        staged = self.rows[:slots], self.anchors[:slots], self.lengths[:slots]
+        windows = Windows(self.windows[:slots], self.positions[:slots], self.kv_slots[:slots])
+        begin_step(*staged, table, mask_token, windows, self.block.of(slots), pages)

@@ -185,9 +185,18 @@ class ServerProcess:
         info: dict[str, Any] = self.get("/server_info")
         return info
 
+    def set_state(self, **state: Any) -> None:
+        """Change what can be changed while serving (``/set_internal_state``).
+
+        Raises:
+            HostError: the server refused.
+        """
+        if self.post("/set_internal_state", {"server_args": state}) != [True]:
+            raise HostError(f"found {state}, which the server refused; its log says why{self._log_hint()}")
+
     def flush_cache(self) -> None:
-        """Empty the prefix cache; the server refuses while requests run."""
-        self.post("/flush_cache")
+        """Empty the prefix cache; the server refuses while requests run, and a request outlives its answer a little."""
+        self.post("/flush_cache?timeout=5")
 
     def generate(self, input_ids: Sequence[int], *, timeout_seconds: float = 600.0, **fields: Any) -> dict[str, Any]:
         """One request to ``/generate``, not streamed.

@@ -23,6 +23,14 @@ class HostName:
 
 
 _SRT = "sglang.srt."
+
+FUSED_ATTENTIONS = {
+    _SRT + "models.llama.LlamaAttention": False,
+    _SRT + "models.qwen2.Qwen2Attention": False,
+    _SRT + "models.qwen3.Qwen3Attention": True,
+}
+"""Attention layers that are projection, rotation, attention, projection, and nothing else -> norms of heads or not."""
+
 _TABLE_0_5_17 = (
     # take-over
     HostName(_SRT + "speculative.spec_info.SpeculativeAlgorithm.create_worker", ("self", "server_args")),

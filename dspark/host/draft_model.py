@@ -30,6 +30,8 @@ from dspark.drafter.heads import build_confidence_head, build_markov_head
 from dspark.drafter.spec import DraftSpec
 from dspark.errors import CheckpointError, ConfigError
 from dspark.host.arguments import draft_spec_of
+from dspark.host.context_kv import ContextProjection
+from dspark.kernels.triton_rope import qk_norm_rope
 
 _STACKED = (
     # (checkpoint name, parameter here, shard)
@@ -74,6 +76,8 @@ class DraftAttention(nn.Module):
             quant_config=quant_config,
             prefix=f"layers.{layer_id}.self_attn.o_proj",
         )
+        self.eps = spec.rms_norm_eps
+        self.caches: tuple[torch.Tensor, torch.Tensor] | None = None  # given: the layer writes them itself
         self.q_norm = RMSNorm(spec.head_dim, eps=spec.rms_norm_eps)
         self.k_norm = RMSNorm(spec.head_dim, eps=spec.rms_norm_eps)
         self.rotary_emb = get_rope(
@@ -100,8 +104,13 @@ class DraftAttention(nn.Module):
         """[N, H] -> [N, H]; writes the block's K and V to the cache."""
         qkv, _ = self.qkv_proj(hidden)
         q, k, v = qkv.split([self.q_size, self.kv_size, self.kv_size], dim=-1)
-        q, k = self.rotary_emb(positions, self._normed(self.q_norm, q), self._normed(self.k_norm, k))
-        out, _ = self.o_proj(self.attn(q, k, v, forward_batch))
+        if self.caches is None:
+            q, k = self.rotary_emb(positions, self._normed(self.q_norm, q), self._normed(self.k_norm, k))
+        else:
+            q = qkv.new_empty(qkv.shape[0], self.q_size)
+            norms, table = (self.q_norm.weight, self.k_norm.weight), self.rotary_emb.cos_sin_cache
+            qk_norm_rope(qkv, norms, self.eps, table, positions, forward_batch.out_cache_loc, self.caches, q)
+        out, _ = self.o_proj(self.attn(q, k, v, forward_batch, save_kv_cache=self.caches is None))
         return out
 
     def context_kv(self, context: torch.Tensor, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -177,6 +186,7 @@ class DSparkDraftNet(nn.Module):
         self.norm = RMSNorm(spec.hidden_size, eps=spec.rms_norm_eps)
         self.markov_head = build_markov_head(spec)
         self.confidence_head = build_confidence_head(spec)
+        self._projection = ContextProjection([layer.self_attn for layer in self.layers], spec.rms_norm_eps)
         self._shared: dict[str, Any] = {}  # a dict keeps the target's modules out of this one's parameters
 
     def share(self, embedding: nn.Module, lm_head: nn.Module) -> None:
@@ -207,6 +217,10 @@ class DSparkDraftNet(nn.Module):
             logits = tensor_model_parallel_all_gather(logits, dim=-1)
         return logits[..., : self.spec.vocab_size]
 
+    def bind(self, pool: Any) -> None:
+        """Name the KV pool of the layers, before a step is captured."""
+        self._projection.bind(pool)
+
     @torch.no_grad()
     def write_context(self, pool: Any, features: torch.Tensor, positions: torch.Tensor, slots: torch.Tensor) -> None:
         """Project target features and store the context KV of every layer (paper eqs. 2 and 3).
@@ -217,6 +231,9 @@ class DSparkDraftNet(nn.Module):
             positions: [N] int64, true positions. slots: [N] int64, KV slots, shared with the target.
         """
         context = self.hidden_norm(self.fc(features.to(self.fc.weight.dtype)))
+        self.bind(pool)
+        if self._projection.write(context, positions, slots):
+            return
         for layer in self.layers:
             attention: Any = layer.self_attn
             k, v = attention.context_kv(context, positions)
@@ -244,6 +261,7 @@ class DSparkDraftNet(nn.Module):
             untouched.discard(target)
         if untouched:
             raise CheckpointError(f"found no tensors for {', '.join(sorted(untouched))}; download the checkpoint again")
+        self._projection.load()
 
 
 def _parameter_of(name: str) -> tuple[str, str | int | None]:

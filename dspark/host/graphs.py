@@ -21,10 +21,11 @@ from dspark.drafter.heads import ConfidenceScale
 from dspark.drafter.spec import DraftSpec
 from dspark.host.batch import RequestTable
 from dspark.host.static_networks import PageTable, StaticDraftNet, StaticTargetNet
+from dspark.kernels.triton_accept_greedy import COLUMNS
 from dspark.kernels.triton_allocate import MAX_GAMMA, MAX_REQUESTS
 from dspark.types import AcceptResult, BlockProposal, StepBudget, StepOutcome, VerifyPlan
 from dspark.worker.fused_step import FusedStep
-from dspark.worker.static_step import COLUMNS, Sampling, StaticStep
+from dspark.worker.static_step import Sampling, StaticStep
 
 logger = logging.getLogger("dspark")
 
@@ -60,7 +61,7 @@ class StepGraphs:
         device = torch.device(target.device)
         self._device = device
         self.buffers = StepBuffers(max_requests, spec.window, device)
-        pages = PageTable(target, self.buffers, spec.window)
+        pages = PageTable(target, self.buffers, spec.mask_token_id)
         draft_net = StaticDraftNet(draft, self.buffers, pages, spec.mask_token_id)
         draft_net.calibration = calibration
         step = FusedStep(draft_net, StaticTargetNet(target, self.buffers, pages), self.buffers)

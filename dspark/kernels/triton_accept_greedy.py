@@ -6,6 +6,7 @@ with no verified row (a padded slot) commits nothing, and the outcome of the unc
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
@@ -15,6 +16,7 @@ from dspark.kernels.triton_jit import ceil_div, dense, jit, power_of_two, tl
 from dspark.types import AcceptResult
 
 _BLOCK = 32
+COLUMNS = 6  # of ``FlatResult``
 
 
 class Chains(NamedTuple):
@@ -35,8 +37,34 @@ class Committed(NamedTuple):
     accepted: Any
     committed: Any
     tokens: Any
+    width: Any
     next_anchor: Any
     ceiling: Any
+    positions: Any
+    lengths: Any
+    lens: Any
+
+
+@dataclass(frozen=True)
+class FlatResult(AcceptResult):
+    """Everything that leaves a step of R requests in one tensor, so that one copy saves it from the next replay.
+
+    The columns, the counts of ``AcceptResult`` among them, are int64 and lie in ``flat`` behind the tokens in this
+    order: accepted, committed, next anchor, lengths, verify lengths, ceiling.
+    """
+
+    lengths: torch.Tensor  # [R] int64, after the commit
+    verify_lens: torch.Tensor  # [R] int64
+    ceiling: torch.Tensor  # [R] int64, unspecified where rows were left out
+    flat: torch.Tensor  # [R * (W + COLUMNS)] int64
+
+    @classmethod
+    def empty(cls, requests: int, window: int, device: torch.device | str) -> FlatResult:
+        """Buffers, contents unspecified."""
+        flat = torch.empty(requests * (window + COLUMNS), dtype=torch.int64, device=device)
+        tokens = flat[: requests * window].view(requests, window)
+        accepted, committed, next_anchor, lengths, lens, ceiling = flat[requests * window :].view(COLUMNS, requests)
+        return cls(accepted, committed, tokens, next_anchor, lengths, lens, ceiling, flat)
 
 
 def empty_result(requests: int, window: int, device: torch.device | str) -> AcceptResult:
@@ -53,11 +81,17 @@ def chains_of(drafts: torch.Tensor, lens: torch.Tensor, index: torch.Tensor | No
     return Chains(drafts, drafts.stride(0), drafts.stride(1), lens, lens if index is None else index, requests, gamma)
 
 
-def committed_of(out: AcceptResult, ceiling: torch.Tensor | None) -> Committed:
-    """Arguments of a kernel; ``ceiling`` is only written where it is given."""
+def committed_of(out: AcceptResult, ceiling: torch.Tensor | None, positions: torch.Tensor | None) -> Committed:
+    """Arguments of a kernel; what is not given stands for nothing that is read or written."""
     assert dense(out.accepted, out.committed, out.tokens, out.next_anchor, ceiling)
     counts = out.accepted if ceiling is None else ceiling
-    return Committed(out.accepted, out.committed, out.tokens, out.next_anchor, counts)
+    lengths = lens = anchors = out.next_anchor
+    if isinstance(out, FlatResult):
+        assert positions is not None
+        assert dense(positions)
+        anchors, lengths, lens = positions, out.lengths, out.verify_lens
+    width = out.tokens.shape[1]
+    return Committed(out.accepted, out.committed, out.tokens, width, out.next_anchor, counts, anchors, lengths, lens)
 
 
 @jit
@@ -84,25 +118,30 @@ def chain_end(passed, column, tested, COLS: tl.constexpr):
 
 
 @jit
-def commit(chains, out, request, length, accepted, replacement, COLS: tl.constexpr):
-    """Store what [N] requests commit: drafts, then the replacement, cut at the window."""
+def commit(chains, out, request, length, accepted, replacement, FLAT: tl.constexpr, COLS: tl.constexpr):
+    """Store what [N] requests commit: drafts, then the replacement (up to the width), cut at the window."""
     known = request < chains.requests
     committed = tl.minimum(accepted + 1, length)
     column = tl.arange(0, COLS)[None, :]
-    replaced = (column == accepted[:, None]) | (column == chains.gamma)
+    replaced = (column == accepted[:, None]) | (column >= chains.gamma)
     tokens = tl.where(replaced, replacement[:, None], drafts_at(chains, request, column))
-    at = out.tokens + request.to(tl.int64)[:, None] * (chains.gamma + 1) + column
-    tl.store(at, tokens, mask=known[:, None] & (column <= chains.gamma))
+    at = out.tokens + request.to(tl.int64)[:, None] * out.width + column
+    tl.store(at, tokens, mask=known[:, None] & (column < out.width))
     tl.store(out.accepted + request, accepted, mask=known)
     tl.store(out.committed + request, committed, mask=known)
     last = tl.sum(tl.where(column == committed[:, None] - 1, tokens, 0), axis=1)
     tl.store(out.next_anchor + request, last, mask=known)
+    if FLAT:
+        position = tl.load(out.positions + request, mask=known, other=0)
+        tl.store(out.lengths + request, position + committed, mask=known)
+        tl.store(out.lens + request, length, mask=known)
 
 
 @jit
 def _greedy_kernel(
-    chains, best_ptr, out, PACKED: tl.constexpr, CEILING: tl.constexpr, BLOCK: tl.constexpr, COLS: tl.constexpr
-):
+    chains, best_ptr, out, PACKED: tl.constexpr, CEILING: tl.constexpr, FLAT: tl.constexpr, BLOCK: tl.constexpr,
+    COLS: tl.constexpr
+):  # fmt: skip
     request = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     known, column = request < chains.requests, tl.arange(0, COLS)[None, :]
     length = tl.load(chains.lens + request, mask=known, other=0)
@@ -114,7 +153,7 @@ def _greedy_kernel(
         uncut = chain_end(passed, column, length * 0 + chains.gamma, COLS)
         tl.store(out.ceiling + request, tl.where(length > 0, uncut + 1, 0), mask=known)
     end = tl.load(best_ptr + rows_at(chains, request, accepted, PACKED), mask=known & (length > 0), other=0)
-    commit(chains, out, request, length, accepted, end, COLS)
+    commit(chains, out, request, length, accepted, end, FLAT, COLS)
 
 
 def accept_greedy_into(
@@ -124,21 +163,25 @@ def accept_greedy_into(
     out: AcceptResult,
     index: torch.Tensor | None = None,
     ceiling: torch.Tensor | None = None,
+    positions: torch.Tensor | None = None,
 ) -> None:
     """Accept drafts while they equal the target's own choice.
 
     Nothing is allocated and nothing waits for the device, so a captured graph can run it.
 
     Args:
-        drafts: [R, G] int64, any strides.
+        drafts: [R, G] int64, any strides; without any (G = 0) the next token is committed.
         best: [N] int64, contiguous, arg max of every forwarded row (``scan_rows``).
         lens: [R] int32, verified rows per request, 1..G+1; 0 for a padded one, which commits nothing.
-        out: buffers (``empty_result``); ``tokens`` past ``committed`` are unspecified.
+        out: buffers (``empty_result``, ``FlatResult``); ``tokens`` past ``committed`` are unspecified, and
+            may be wider than the window if G = 0.
         index: [R, G + 1] int64, the row of each place if rows are packed; None: request after request.
-        ceiling: [R] int32 out, what an uncut window would have committed, if all its rows were forwarded; 0 if padded.
+        ceiling: [R] integers out, what an uncut window would have committed, if all its rows were forwarded; 0 if
+            padded.
+        positions: [R] int64, positions of the anchors; asked for by a ``FlatResult``.
     """
     launch = accept_greedy_triton if drafts.is_cuda else accept_greedy_reference
-    launch(drafts, best, lens, out, index, ceiling)
+    launch(drafts, best, lens, out, index, ceiling, positions)
 
 
 def accept_greedy_reference(
@@ -148,21 +191,28 @@ def accept_greedy_reference(
     out: AcceptResult,
     index: torch.Tensor | None = None,
     ceiling: torch.Tensor | None = None,
+    positions: torch.Tensor | None = None,
 ) -> None:
     """``accept_greedy_into`` in torch."""
     requests, gamma = drafts.shape
     rows = best.view(requests, gamma + 1) if index is None else best[index]
-    store_result(accept_greedy(drafts, rows, lens), lens, out)
+    store_result(accept_greedy(drafts, rows, lens), lens, out, positions)
     if ceiling is not None:
         ceiling.copy_(accept_greedy(drafts, rows, torch.where(lens > 0, gamma + 1, 0).to(torch.int32)).committed)
 
 
-def store_result(found: AcceptResult, lens: torch.Tensor, out: AcceptResult) -> None:
-    """Copy a result; the anchor of padded requests, which commit nothing, is token 0."""
+def store_result(
+    found: AcceptResult, lens: torch.Tensor, out: AcceptResult, positions: torch.Tensor | None = None
+) -> None:
+    """Copy a result, a lone token as wide as asked; the anchor of padded requests, which commit nothing, is 0."""
     out.accepted.copy_(found.accepted)
     out.committed.copy_(found.committed)
     out.tokens.copy_(found.tokens)
     out.next_anchor.copy_(found.next_anchor.masked_fill(lens == 0, 0))
+    if isinstance(out, FlatResult):
+        assert positions is not None
+        out.lengths.copy_(positions + found.committed)
+        out.verify_lens.copy_(lens)
 
 
 def accept_greedy_triton(
@@ -172,9 +222,10 @@ def accept_greedy_triton(
     out: AcceptResult,
     index: torch.Tensor | None = None,
     ceiling: torch.Tensor | None = None,
+    positions: torch.Tensor | None = None,
 ) -> None:
     """``accept_greedy_into`` in one launch."""
-    requests, gamma = drafts.shape
+    requests = drafts.shape[0]
     assert dense(best)
     if requests == 0:
         return
@@ -182,10 +233,11 @@ def accept_greedy_triton(
     _greedy_kernel[(ceil_div(requests, block),)](
         chains_of(drafts, lens, index),
         best,
-        committed_of(out, ceiling),
+        committed_of(out, ceiling, positions),
         PACKED=index is not None,
         CEILING=ceiling is not None,
+        FLAT=isinstance(out, FlatResult),
         BLOCK=block,
-        COLS=power_of_two(gamma + 1),
+        COLS=power_of_two(out.tokens.shape[1]),
         num_warps=1,
     )

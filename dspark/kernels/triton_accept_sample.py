@@ -21,6 +21,7 @@ import torch
 from dspark.kernels.accept import accept_greedy, accept_sample, select
 from dspark.kernels.distribution import Distribution
 from dspark.kernels.triton_accept_greedy import (
+    FlatResult,
     chain_end,
     chains_of,
     commit,
@@ -170,10 +171,11 @@ def _tile_kernel(
 
 @jit
 def _join_kernel(
-    chains, rule, out, tiles, PACKED: tl.constexpr, GREEDY: tl.constexpr, COLS: tl.constexpr, COUNT: tl.constexpr
-):
+    chains, rule, out, tiles, PACKED: tl.constexpr, GREEDY: tl.constexpr, FLAT: tl.constexpr, COLS: tl.constexpr,
+    COUNT: tl.constexpr
+):  # fmt: skip
     request = tl.program_id(0) + tl.arange(0, 1)
-    length, accepted = tl.load(chains.lens + request), tl.load(out.accepted + request)
+    length, accepted = tl.load(chains.lens + request), tl.load(out.accepted + request).to(tl.int32)
     keys, _, _ = load_tiles(tiles, tl.program_id(0), False, COUNT)
     token = column_of(tl.max(keys, axis=0)) + request * 0
     if GREEDY:
@@ -181,7 +183,7 @@ def _join_kernel(
         greedy = tl.load(rule.greedy + request).to(tl.int32) != 0
         token = tl.where(greedy, tl.load(rule.best + row, mask=length > 0, other=0), token)
     token = tl.where(accepted < length, token, 0)  # nothing was drawn, and nothing of it is committed
-    commit(chains, out, request, length, accepted, token, COLS)
+    commit(chains, out, request, length, accepted, token, FLAT, COLS)
 
 
 def accept_sample_into(
@@ -194,9 +196,11 @@ def accept_sample_into(
 
     Args:
         inputs: drafts, windows and distributions.
-        out: buffers (``empty_result``); ``tokens`` past ``committed`` are unspecified.
+        out: buffers (``empty_result``, ``FlatResult``); ``tokens`` past ``committed`` are unspecified, and
+            may be wider than the window if G = 0.
         tiles: buffers of at least R rows, made for V and ``triton_scan.TILE``.
-        ceiling: [R] int32 out, what an uncut window would have committed, if all its rows were forwarded; 0 if padded.
+        ceiling: [R] integers out, what an uncut window would have committed, if all its rows were forwarded; 0 if
+            padded.
     """
     launch = accept_sample_triton if inputs.drafts.is_cuda else accept_sample_reference
     launch(inputs, out, tiles, ceiling)
@@ -220,7 +224,7 @@ def accept_sample_reference(
             return sampled
         return select(inputs.greedy, accept_greedy(inputs.drafts, inputs.best[index], lens), sampled)
 
-    store_result(accept(inputs.lens), inputs.lens, out)
+    store_result(accept(inputs.lens), inputs.lens, out, inputs.positions)
     if ceiling is not None:
         ceiling.copy_(accept(torch.where(inputs.lens > 0, gamma + 1, 0).to(torch.int32)).committed)
 
@@ -233,7 +237,7 @@ def accept_sample_triton(
     tile: int = TILE,
 ) -> None:
     """``accept_sample_into`` over tiles of the vocabulary, then over the tiles."""
-    requests, gamma = inputs.drafts.shape
+    requests = inputs.drafts.shape[0]
     vocab = inputs.p.values.shape[-1]
     count = ceil_div(vocab, tile)
     if requests == 0:
@@ -242,7 +246,7 @@ def accept_sample_triton(
     assert tiles.keys.shape[1] == count
     assert dense(inputs.temperature, inputs.seeds, inputs.positions, inputs.greedy, inputs.best)
     chains = chains_of(inputs.drafts, inputs.lens, inputs.index)
-    of_tiles, result = Tiles(tiles.keys, tiles.tops, tiles.totals, count), committed_of(out, ceiling)
+    of_tiles, result = Tiles(tiles.keys, tiles.tops, tiles.totals, count), committed_of(out, ceiling, inputs.positions)
     greedy = inputs.greedy if inputs.greedy is not None and inputs.best is not None else None
     rule = _Rule(
         inputs.temperature,
@@ -251,7 +255,11 @@ def accept_sample_triton(
         inputs.lens if greedy is None else greedy,
         inputs.lens if greedy is None else inputs.best,
     )
-    flags = {"PACKED": inputs.index is not None, "GREEDY": greedy is not None, "COLS": power_of_two(gamma + 1)}
+    flags = {
+        "PACKED": inputs.index is not None,
+        "GREEDY": greedy is not None,
+        "COLS": power_of_two(out.tokens.shape[1]),
+    }
     _tile_kernel[(requests, count)](
         chains,
         rule,
@@ -267,7 +275,10 @@ def accept_sample_triton(
         num_warps=8,
         **flags,
     )
-    _join_kernel[(requests,)](chains, rule, result, of_tiles, COUNT=power_of_two(count), num_warps=1, **flags)
+    flat = isinstance(out, FlatResult)
+    _join_kernel[(requests,)](
+        chains, rule, result, of_tiles, FLAT=flat, COUNT=power_of_two(count), num_warps=1, **flags
+    )
 
 
 def _rows(rows: Distribution, inner: int) -> _Rows:

@@ -35,6 +35,7 @@ class _Inputs(NamedTuple):
     latent: Any
     latent_stride: Any
     latent_rows: Any
+    latent_rows_stride: Any
     weight: Any
     weight_stride: Any
     requests: Any
@@ -69,7 +70,8 @@ def _biased_logits(
     known, inside = (request < inputs.requests)[:, None], (column < inputs.vocab)[:, None]
     latent_row = request.to(tl.int64)
     if GATHER:
-        latent_row = tl.load(inputs.latent_rows + request, mask=request < inputs.requests, other=0)
+        at = inputs.latent_rows + latent_row * inputs.latent_rows_stride
+        latent_row = tl.load(at, mask=request < inputs.requests, other=0)
     product = tl.zeros((ROWS, TILE), tl.float32)
     for start in range(0, inputs.rank, DEPTH):
         depth = start + tl.arange(0, DEPTH)[None, :]
@@ -154,7 +156,7 @@ def _join_kernel(noise, outputs, tiles, SAMPLED: tl.constexpr, COUNT: tl.constex
 class MarkovRow:
     """Results of one position, as views of the buffers of the block."""
 
-    tokens: torch.Tensor  # [R] int64
+    tokens: torch.Tensor  # [R] int64, any stride
     logits: torch.Tensor | None = None  # [R, V] float32, columns contiguous; None if all requests are greedy
     tops: torch.Tensor | None = None  # [R] float32, see ``Distribution``; greedy requests' stay as they are
     totals: torch.Tensor | None = None  # [R] float32
@@ -179,7 +181,8 @@ def markov_sample(
         base: [R, V] floating point, any strides.
         weight: [V, rank] W2, bfloat16, float16 or float32, rows contiguous.
         latent: [N, rank] of W2's type, rows contiguous: W1 itself, or the latents of the requests.
-        latent_rows: [R] int64, each request's row of ``latent`` (a vanilla head: the previous token); None: row r.
+        latent_rows: [R] int64, any stride, each request's row of ``latent`` (a vanilla head: the previous token);
+            None: row r.
         sampling: temperature, greedy, seeds and all_greedy are used; vectors contiguous.
         positions: [R] int64, positions of the anchors, which key the noise.
         row: k, 0..G-1, which keys the noise as well.
@@ -243,11 +246,11 @@ def markov_sample_triton(
     assert tiles.keys.shape[0] >= requests
     assert tiles.keys.shape[1] == count
     assert weight.stride(1) == latent.stride(1) == 1
-    assert dense(latent_rows, sampling.temperature, sampling.greedy, sampling.seeds, positions)
+    assert dense(sampling.temperature, sampling.greedy, sampling.seeds, positions)
     rows_ptr = positions if latent_rows is None else latent_rows
     inputs = _Inputs(
-        base, base.stride(0), base.stride(1), latent, latent.stride(0), rows_ptr, weight, weight.stride(0),
-        requests, vocab, rank,
+        base, base.stride(0), base.stride(1), latent, latent.stride(0), rows_ptr, rows_ptr.stride(0),
+        weight, weight.stride(0), requests, vocab, rank,
     )  # fmt: skip
     noise = _Noise(sampling.temperature, sampling.greedy, sampling.seeds, positions, row)
     outputs = _outputs(out, tiles)

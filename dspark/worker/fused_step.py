@@ -13,9 +13,10 @@ from dspark.cuda_graph.static import StepBuffers
 from dspark.drafter.heads import VanillaMarkovHead
 from dspark.kernels.distribution import Distribution
 from dspark.kernels.target_probs import target_probs
-from dspark.kernels.triton_accept_greedy import accept_greedy_into, empty_result
+from dspark.kernels.triton_accept_greedy import FlatResult, accept_greedy_into
 from dspark.kernels.triton_accept_sample import AcceptInputs, accept_sample_into
 from dspark.kernels.triton_allocate import allocate_lengths
+from dspark.kernels.triton_confidence import ConfidenceWeights, confidence
 from dspark.kernels.triton_markov import TILE as MARKOV_TILE
 from dspark.kernels.triton_markov import MarkovRow, markov_sample
 from dspark.kernels.triton_pack import PackedInputs, pack_windows
@@ -33,89 +34,108 @@ class FusedStep(DecodeStep):
         self._buffers = buffers
 
     def draft(self, batch: DecodeBatch, budget: StepBudget) -> Drafted:
-        """A block; its survival comes with the allocation. Heads with a state of their own take the torch loop."""
-        head = self._draft_net.markov_head
-        if not budget.draft or type(head) is not VanillaMarkovHead:
-            return super().draft(batch, budget)
-        hidden = self._draft_net.block_hidden(batch)
-        base = self._draft_net.base_logits(hidden)
-        tokens = self._chain(head, base, batch)
-        confidence = None
-        if self._draft_net.confidence_head is not None:
-            previous = torch.cat([batch.anchors[:, None], tokens[:, :-1]], dim=1)
-            logits = self._draft_net.confidence_head(hidden, head.embed(previous))
-            scale = self._draft_net.calibration
-            confidence = torch.sigmoid(logits) if scale is None else scale(logits, batch.sampling.calibration)
-        return BlockProposal(tokens, None, confidence), None
+        """A block, left in the buffers; its survival comes with the allocation.
 
-    def _chain(self, head: VanillaMarkovHead, base: torch.Tensor, batch: DecodeBatch) -> torch.Tensor:
-        """[R, G] int64: gamma positions, each conditioned on the token before it."""
+        Heads with a state of their own take the torch loop.
+        """
+        if not budget.draft:
+            return None, None
+        buffers, requests, head = self._buffers, batch.size, self._draft_net.markov_head
+        tokens, trust = buffers.drafts[:requests], buffers.confidence[:requests]
+        if type(head) is not VanillaMarkovHead:
+            found, _ = super().draft(batch, budget)
+            assert found is not None
+            tokens.copy_(found.tokens)
+            if found.confidence is not None:
+                trust.copy_(found.confidence)
+            return BlockProposal(tokens, found.probs, None if found.confidence is None else trust), None
+        hidden = self._draft_net.block_hidden(batch)
+        self._chain(head, self._draft_net.base_logits(hidden), batch)
+        of_head, scale = self._draft_net.confidence_head, self._draft_net.calibration
+        if of_head is None:
+            return BlockProposal(tokens, None, None), None
+        weights = ConfidenceWeights(
+            of_head.proj.weight[0],
+            of_head.proj.bias,
+            head.markov_w1.weight if of_head.with_markov else None,
+            None if scale is None else scale.temperatures,
+            None if scale is None else scale.offsets,
+        )
+        confidence(hidden, batch.anchors, tokens, weights, batch.sampling.calibration, trust)
+        return BlockProposal(tokens, None, trust), None
+
+    def _chain(self, head: VanillaMarkovHead, base: torch.Tensor, batch: DecodeBatch) -> None:
+        """Write gamma drafts to the buffers, each conditioned on the token before it."""
         requests, gamma, vocab = base.shape
         tiles = TileBuffers.empty(requests, vocab, MARKOV_TILE, base.device)
-        tokens = torch.empty((gamma, requests), dtype=torch.int64, device=base.device)
         weight, latents = head.markov_w2.weight, head.markov_w1.weight
         previous = batch.anchors
         for k in range(gamma):  # unrolled by the capture
-            row = MarkovRow(tokens[k])
+            row = MarkovRow(self._buffers.drafts[:requests, k])
             if not batch.sampling.all_greedy:
                 values, tops, totals = self._buffers.distribution_buffers()
-                row = MarkovRow(tokens[k], values[:requests, k], tops[:requests, k], totals[:requests, k])
+                row = MarkovRow(row.tokens, values[:requests, k], tops[:requests, k], totals[:requests, k])
             markov_sample(base[:, k], weight, latents, previous, batch.sampling, batch.lengths, k, row, tiles)
-            previous = tokens[k]
-        return tokens.T
+            previous = row.tokens
 
     def plan(
         self, batch: DecodeBatch, budget: StepBudget, proposal: BlockProposal | None, survival: torch.Tensor | None
     ) -> VerifyPlan:
-        """Survival, lengths and offsets in one launch, the packed rows in another."""
-        if proposal is None:
-            return super().plan(batch, budget, proposal, survival)
+        """Survival, lengths and offsets in one launch, the packed rows in another.
+
+        Without a draft the windows are the anchors.
+        """
         assert batch.live is not None
-        assert isinstance(budget.drafts, torch.Tensor)
-        requests, window = batch.positions.shape
-        buffers, device = self._buffers, batch.anchors.device
+        buffers, device, requests = self._buffers, batch.anchors.device, batch.size
         lens = torch.empty(requests, dtype=torch.int32, device=device)
         offsets = torch.empty(requests + 1, dtype=torch.int32, device=device)
-        allocate_lengths(
-            buffers.confidence[:requests], budget.drafts, lens, offsets, buffers.survival[:requests], batch.live
-        )
-        forwarded = lens
+        drafts, count, known = self._none(requests), buffers.no_drafts, torch.empty_like(buffers.survival[:requests])
+        if proposal is not None:
+            assert isinstance(budget.drafts, torch.Tensor)
+            drafts, count, known = proposal.tokens, budget.drafts, buffers.survival[:requests]
+        allocate_lengths(buffers.confidence[:requests], count, lens, offsets, known, batch.live)
+        window, forwarded = drafts.shape[1] + 1, lens
         if not budget.packed:
             forwarded = (window * batch.live).to(torch.int32)
             offsets[1:] = forwarded.cumsum(0)
         inputs = PackedInputs.empty(forwarded, window, budget.tier)
-        pack_windows(batch.anchors, proposal.tokens, batch.lengths, batch.slots, None, offsets, inputs)
+        pack_windows(batch.anchors, drafts, batch.lengths, batch.slots, None, offsets, inputs)
         rows = (inputs.ids, inputs.positions, inputs.slots)
-        return VerifyPlan(lens, buffers.windows[:requests], inputs.rows, full=not budget.packed, rows=rows)
+        tokens = buffers.windows[:requests, :window]
+        return VerifyPlan(lens, tokens, inputs.rows, full=not budget.packed, rows=rows)
+
+    def _none(self, requests: int) -> torch.Tensor:
+        """[R, 0] drafts."""
+        return self._buffers.drafts[:requests, :0]
 
     def accept(
         self, batch: DecodeBatch, proposal: BlockProposal | None, plan: VerifyPlan, rows: TargetRows
     ) -> tuple[AcceptResult, torch.Tensor | None]:
-        """One pass over the logits, one launch of the rule (two for sampled requests)."""
-        if proposal is None:
-            return super().accept(batch, proposal, plan, rows)
+        """One pass over the logits, one launch of the rule (two for sampled requests); see ``FlatResult``."""
         assert plan.packed is not None
         sampling, logits = batch.sampling, rows.logits
+        drafts = self._none(batch.size) if proposal is None else proposal.tokens
         requests, window = batch.positions.shape
         (count, vocab), device = logits.shape, logits.device
-        out = empty_result(requests, window, device)
-        ceiling = torch.empty(requests, dtype=torch.int32, device=device) if plan.full else None
+        out = FlatResult.empty(requests, window, device)
+        ceiling = out.ceiling if plan.full else None
         best = torch.empty(count, dtype=torch.int64, device=device)
         tiles = TileBuffers.empty(max(count, requests), vocab, TILE, device)
         if sampling.all_greedy:
             scan_rows(logits, best, tiles)
-            accept_greedy_into(proposal.tokens, best, plan.verify_lens, out, plan.packed.index, ceiling)
+            accept_greedy_into(drafts, best, plan.verify_lens, out, plan.packed.index, ceiling, batch.lengths)
             return out, ceiling
         softmax = Softmax(sampling.temperature, plan.packed.request, *torch.empty((2, count), device=device))
         scan_rows(logits, best, tiles, softmax)
         p = Distribution(logits, softmax.tops, softmax.totals)
         if sampling.filters:
             p = Distribution(target_probs(logits[:, None], sampling.rows(plan.packed.request)).squeeze(1))
+        q = Distribution(p.values.new_empty(requests, 0, vocab))
         inputs = AcceptInputs(
-            proposal.tokens,
+            drafts,
             plan.verify_lens,
             p,
-            self._buffers.distribution(requests),
+            q if proposal is None else self._buffers.distribution(requests),
             sampling.temperature,
             sampling.seeds,
             batch.lengths,
@@ -125,3 +145,6 @@ class FusedStep(DecodeStep):
         )
         accept_sample_into(inputs, out, tiles, ceiling)
         return out, ceiling
+
+    def advanced(self, batch: DecodeBatch, accept: AcceptResult) -> torch.Tensor:
+        return accept.lengths if isinstance(accept, FlatResult) else super().advanced(batch, accept)

@@ -13,13 +13,12 @@ from typing import Literal
 import torch
 
 from dspark.cuda_graph.static import StepBuffers
+from dspark.kernels.triton_accept_greedy import FlatResult
 from dspark.types import BlockProposal, DecodeBatch, SamplingRows, StepBudget, StepOutcome
 from dspark.worker.fused_step import FusedStep
 
 Sampling = Literal["greedy", "sampled", "filtered"]
 """greedy: no request samples; filtered: some request uses top-k, top-p or min-p."""
-
-COLUMNS = 6  # of ``StaticStep.flat``
 
 SamplingOf = Callable[[torch.Tensor, Sampling], SamplingRows]
 """[S] request rows -> their sampling parameters, device values only."""
@@ -39,14 +38,13 @@ class StaticStep:
         """Args:
         step: a ``FusedStep`` on these buffers.
         buffers: shared by all graphs.
-        prepare: called first in a step, with its slots: everything that reads the host's slot table.
+        prepare: called first in a step, with its slots: ``StepBuffers.begin`` on the host's slot table.
         sampling_of: parameters of the staged requests.
         full_windows: forward full windows and cut the commit (cap-accept).
         """
         self._step, self.buffers, self._prepare, self._sampling_of = step, buffers, prepare, sampling_of
         self._packed = not full_windows
         self._window = buffers.drafts.shape[1] + 1
-        self._columns = torch.arange(self._window, device=buffers.rows.device)
 
     def slots_of(self, tier: int) -> int:
         """Requests that a verify graph of ``tier`` rows holds."""
@@ -54,12 +52,9 @@ class StaticStep:
 
     def draft(self, slots: int, sampling: Sampling) -> None:
         """Draft a block for ``slots`` requests."""
-        self._begin(slots)
+        self._prepare(slots)
         proposal, _ = self._step.draft(self._batch(slots, sampling), StepBudget(True, 0, 0, packed=True))
         assert proposal is not None
-        self.buffers.drafts[:slots].copy_(proposal.tokens)
-        if proposal.confidence is not None:
-            self.buffers.confidence[:slots].copy_(proposal.confidence)
         self.buffers.as_logits = proposal.probs is None  # a property of the drafter, the same in every capture
         if proposal.probs is not None:
             self.buffers.distribution_buffers()[0][:slots].copy_(proposal.probs)
@@ -74,21 +69,16 @@ class StaticStep:
 
     def plain(self, slots: int, sampling: Sampling) -> torch.Tensor:
         """Commit one token per request without a draft; see :meth:`flat`."""
-        self._begin(slots)
+        self._prepare(slots)
         budget = StepBudget(False, 0, slots, packed=True)
         return self.flat(self._step.run(self._batch(slots, sampling), budget, _nobody))
 
-    def _begin(self, slots: int) -> None:
-        self._prepare(slots)
-        self.buffers.windows[:slots, 0].copy_(self.buffers.anchors[:slots])
-
     def _batch(self, slots: int, sampling: Sampling) -> DecodeBatch:
         buffers = self.buffers
-        lengths = buffers.lengths[:slots]
         return DecodeBatch(
             anchors=buffers.anchors[:slots],
-            lengths=lengths,
-            positions=lengths[:, None] + self._columns,
+            lengths=buffers.lengths[:slots],
+            positions=buffers.positions[:slots],
             slots=buffers.kv_slots[:slots],
             sampling=self._sampling_of(buffers.rows[:slots], sampling),
             live=buffers.live[:slots],
@@ -96,11 +86,10 @@ class StaticStep:
 
     @staticmethod
     def flat(outcome: StepOutcome) -> torch.Tensor:
-        """Everything that leaves the step in one int64 tensor, so that one copy saves it from the next replay.
-
-        tokens [S * W], then ``COLUMNS`` times [S]: accepted, committed, next anchor, lengths, verify lengths, ceiling.
-        """
+        """Everything that leaves the step, laid out as a ``FlatResult``."""
         accept = outcome.accept
+        if isinstance(accept, FlatResult):
+            return accept.flat
         ceiling = accept.committed if outcome.ceiling is None else outcome.ceiling
         lens = outcome.plan.verify_lens
         parts = (accept.accepted, accept.committed, accept.next_anchor, outcome.lengths, lens, ceiling)

@@ -55,7 +55,7 @@ class DecodeStep:
         plan = self.plan(batch, budget, proposal, survival)
         rows = self._target_net.verify(batch, plan)
         accept, ceiling = self.accept(batch, proposal, plan, rows)
-        lengths = batch.lengths + accept.committed
+        lengths = self.advanced(batch, accept)
         publish(lengths)
         self.commit(batch, plan, rows)
         return StepOutcome(proposal, survival, plan, accept, lengths, ceiling)
@@ -107,6 +107,10 @@ class DecodeStep:
         window = window if plan.packed is None else plan.packed.lens
         full = verify_block(batch, proposal, window, plan.packed, rows.logits)
         return cut(full, plan.verify_lens), full.committed
+
+    def advanced(self, batch: DecodeBatch, accept: AcceptResult) -> torch.Tensor:
+        """[R] int64 lengths after the commit."""
+        return batch.lengths + accept.committed
 
     def commit(self, batch: DecodeBatch, plan: VerifyPlan, rows: TargetRows) -> None:
         """Turn the target's features into draft context KV.

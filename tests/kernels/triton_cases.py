@@ -174,7 +174,7 @@ def check_markov(
 
     base = spread(draw(requests, vocab) * 3)
     weight, latent = spread_rows(draw(vocab, rank)), draw(vocab if gather else requests, rank) / rank**0.5
-    previous = torch.randint(vocab, (requests,), generator=generator).to(DEVICE) if gather else None
+    previous = spread(torch.randint(vocab, (requests,), generator=generator).to(DEVICE)) if gather else None
     positions, row = torch.arange(requests, device=DEVICE) * 1001 + (1 << 33), 3
     sampling = sampling_rows(requests, mode)
     tiles = triton_scan.TileBuffers.empty(requests + 1, vocab, tile, DEVICE)
@@ -297,6 +297,29 @@ def poisoned_result(requests: int, window: int) -> AcceptResult:
     return result
 
 
+def check_flat(found: greedy.FlatResult, required: AcceptResult, lens: torch.Tensor, positions: torch.Tensor) -> None:
+    """The columns of a flat result, in the order that is promised."""
+    requests, window = found.tokens.shape
+    given = required.tokens.expand_as(found.tokens)  # a single token is repeated
+    kept = torch.arange(window, device=DEVICE)[None, :] < required.committed[:, None]
+    kept |= torch.full_like(kept, required.tokens.shape[1] == 1)
+    tokens = found.flat[: requests * window].view(requests, window)
+    assert_equal(tokens[kept], given[kept], "flat: committed tokens")
+    columns = (required.accepted, required.committed, required.next_anchor, positions + required.committed, lens)
+    assert_equal(
+        found.flat[requests * window :].view(greedy.COLUMNS, requests)[:5],
+        torch.stack([column.to(torch.int64) for column in columns]),
+        "flat: columns",
+    )
+
+
+def flat_result(requests: int, window: int) -> greedy.FlatResult:
+    """Buffers whose every element must be overwritten; wider than a window of one token."""
+    found = greedy.FlatResult.empty(requests, window if window > 1 else 5, DEVICE)
+    found.flat.fill_(POISON)
+    return found
+
+
 def check_accept_sample(inputs: sample.AcceptInputs, tile: int, name: str) -> AcceptResult:
     """Kernel against reference, everything that is specified."""
     (requests, gamma), vocab = inputs.drafts.shape, inputs.p.values.shape[-1]
@@ -309,8 +332,12 @@ def check_accept_sample(inputs: sample.AcceptInputs, tile: int, name: str) -> Ac
     sample.accept_sample_reference(inputs, required, tiles, ceilings[1])
     assert_same_result(found, required, name)
     assert bool(((found.tokens >= 0) & (found.tokens < vocab)).all()), "even unspecified tokens index safely"
+    flat = flat_result(requests, gamma + 1)
+    sample.accept_sample_triton(inputs, flat, tiles, flat.ceiling if full else None, tile=tile)
+    check_flat(flat, required, inputs.lens, inputs.positions)
     if full:
         assert_equal(*ceilings, f"{name}: ceiling")
+        assert_equal(flat.ceiling.to(torch.int32), ceilings[1], f"{name}: ceiling of a flat result")
     return found
 
 
@@ -326,5 +353,12 @@ def check_accept_greedy(
     greedy.accept_greedy_triton(drafts, best, lens, found, index, ceilings[0])
     greedy.accept_greedy_reference(drafts, best, lens, required, index, ceilings[1])
     assert_same_result(found, required, f"greedy {tuple(drafts.shape)}")
+    positions = torch.arange(requests, device=DEVICE) + 2**40
+    for launch in (greedy.accept_greedy_triton, greedy.accept_greedy_reference):
+        flat = flat_result(requests, gamma + 1)
+        launch(drafts, best, lens, flat, index, flat.ceiling if index is None else None, positions)
+        check_flat(flat, required, lens, positions)
+        if index is None:
+            assert_equal(flat.ceiling.to(torch.int32), ceilings[1], "ceiling of a flat result")
     if index is None:
         assert_equal(*ceilings, "ceiling")

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from dspark.cuda_graph.static import StepBuffers
+from dspark.kernels.triton_accept_greedy import COLUMNS
 from dspark.types import (
     AcceptResult,
     BlockProposal,
@@ -19,7 +20,7 @@ from dspark.types import (
     VerifyPlan,
 )
 from dspark.worker.fused_step import FusedStep
-from dspark.worker.static_step import COLUMNS, StaticStep
+from dspark.worker.static_step import StaticStep
 from dspark.worker.step import DecodeStep, Drafted, Publish
 from tests.compare import assert_equal
 from tests.lossless.networks import World, cap_accept, compact, draft_off, static
@@ -82,7 +83,13 @@ class CapturedStep(PaddedStep):
         buffers = StepBuffers(full.size, window, "cpu")
         buffers.hold_distributions(self._draft_net.base.shape[-1])
         buffers.stage(torch.arange(count) + 1, batch.anchors, batch.lengths, budget.drafts)
-        buffers.kv_slots.copy_(full.slots)
+
+        def prepare(slots: int) -> None:
+            """From a slot table of the host's form."""
+            table = torch.zeros(count + 1, int(full.positions.max()) + 1, dtype=torch.int32)
+            table[buffers.rows[:, None], full.positions] = full.slots.to(torch.int32)
+            buffers.begin(slots, table, 0, None)
+
         step = FusedStep(self._draft_net, self._target_net, buffers)
 
         def sampling(rows: torch.Tensor, kind: str) -> SamplingRows:
@@ -90,7 +97,7 @@ class CapturedStep(PaddedStep):
             slots = rows.shape[0]
             return replace(full.sampling, **{name: getattr(full.sampling, name)[:slots] for name in names})
 
-        static_step = StaticStep(step, buffers, lambda slots: None, sampling, full_windows=not budget.packed)
+        static_step = StaticStep(step, buffers, prepare, sampling, full_windows=not budget.packed)
         kind = "greedy" if batch.sampling.all_greedy else "filtered"
         slots = full.size
         if budget.draft:

@@ -1,0 +1,167 @@
+"""Confidences of a drafted block in one launch: c[k] = sigmoid((w . [h_k ; W1[x_{k-1}]] + w_0) / T_k + b_k).
+
+Source: DSpark paper eq. 7 and section 3.1; the layers are ``dspark.drafter.heads``.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+
+from dspark.kernels.triton_jit import dense, jit, power_of_two, tl
+
+_MAX_DEPTH = 2048  # numbers of a program in flight
+
+
+@dataclass(frozen=True)
+class ConfidenceWeights:
+    """What turns hidden states into confidences."""
+
+    proj: torch.Tensor  # [H + rank] float32, contiguous; [H] without ``latents``
+    bias: torch.Tensor | None  # [1] float32
+    latents: torch.Tensor | None  # [V, rank] W1, rows contiguous; None: the head does not look at the previous token
+    temperatures: torch.Tensor | None = None  # [C, G] float32, contiguous; None for raw confidences
+    offsets: torch.Tensor | None = None  # [C, G] float32, contiguous, given with ``temperatures``
+
+
+class _Hidden(NamedTuple):
+    data: Any
+    row_stride: Any
+    step: Any
+    width: Any
+
+
+class _Tokens(NamedTuple):
+    anchors: Any
+    drafts: Any
+    stride: Any
+    step: Any
+    latents: Any
+    latent_stride: Any
+    rank: Any
+
+
+class _Scale(NamedTuple):
+    bias: Any
+    temperatures: Any
+    offsets: Any
+    classes: Any
+
+
+@jit
+def _dot(left, right, width, DEPTH: tl.constexpr):
+    """float32 product of two vectors."""
+    sums = tl.zeros((DEPTH,), tl.float32)
+    for start in range(0, width, DEPTH):
+        at = start + tl.arange(0, DEPTH)
+        x = tl.load(left + at, mask=at < width, other=0.0).to(tl.float32)
+        sums += x * tl.load(right + at, mask=at < width, other=0.0).to(tl.float32)
+    return tl.sum(sums, axis=0)
+
+
+@jit
+def _confidence_kernel(
+    hidden, tokens, proj, scale, out, out_stride, LATENTS: tl.constexpr, BIAS: tl.constexpr, SCALED: tl.constexpr,
+    CLASSES: tl.constexpr, DEPTH: tl.constexpr
+):  # fmt: skip
+    request, k, gamma = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.num_programs(1)
+    logit = _dot(hidden.data + request * hidden.row_stride + k * hidden.step, proj, hidden.width, DEPTH)
+    if LATENTS:
+        anchor = tl.load(tokens.anchors + request)
+        draft = tl.load(tokens.drafts + request * tokens.stride + (k - 1) * tokens.step, mask=k > 0, other=0)
+        latent = tokens.latents + tl.where(k > 0, draft, anchor) * tokens.latent_stride
+        logit += _dot(latent, proj + hidden.width, tokens.rank, DEPTH)
+    if BIAS:
+        logit += tl.load(scale.bias)
+    if SCALED:
+        at = k.to(tl.int64)
+        if CLASSES:
+            at += tl.load(scale.classes + request) * gamma
+        logit = tl.div_rn(logit, tl.load(scale.temperatures + at)) + tl.load(scale.offsets + at)
+    tl.store(out + request * out_stride + k, 1.0 / (1.0 + tl.exp(-logit)))
+
+
+def confidence(
+    hidden: torch.Tensor,
+    anchors: torch.Tensor,
+    drafts: torch.Tensor,
+    weights: ConfidenceWeights,
+    classes: torch.Tensor | None,
+    out: torch.Tensor,
+) -> None:
+    """Confidence of every draft, given the token before it.
+
+    Nothing is allocated and nothing waits for the device, so a captured graph can run it.
+
+    Args:
+        hidden: [R, G, H] floating point, G >= 1, columns contiguous; row k predicts draft k.
+        anchors: [R] int64, contiguous, the token before the first draft.
+        drafts: [R, G] int64, any strides.
+        weights: of the head, and its calibration.
+        classes: [R] int64, row of the calibration of each request; None: row 0 for all.
+        out: [R, G] float32, columns contiguous.
+    """
+    launch = confidence_triton if hidden.is_cuda else confidence_reference
+    launch(hidden, anchors, drafts, weights, classes, out)
+
+
+def confidence_reference(
+    hidden: torch.Tensor,
+    anchors: torch.Tensor,
+    drafts: torch.Tensor,
+    weights: ConfidenceWeights,
+    classes: torch.Tensor | None,
+    out: torch.Tensor,
+) -> None:
+    """``confidence`` in torch."""
+    features = hidden.to(torch.float32)
+    if weights.latents is not None:
+        previous = torch.cat([anchors[:, None], drafts[:, :-1]], dim=1)
+        features = torch.cat([features, weights.latents[previous].to(torch.float32)], dim=-1)
+    logits = torch.nn.functional.linear(features, weights.proj[None], weights.bias).squeeze(-1)
+    if weights.temperatures is not None:
+        assert weights.offsets is not None
+        row = torch.zeros_like(anchors) if classes is None else classes
+        logits = logits / weights.temperatures[row] + weights.offsets[row]
+    out.copy_(torch.sigmoid(logits))
+
+
+def confidence_triton(
+    hidden: torch.Tensor,
+    anchors: torch.Tensor,
+    drafts: torch.Tensor,
+    weights: ConfidenceWeights,
+    classes: torch.Tensor | None,
+    out: torch.Tensor,
+) -> None:
+    """``confidence`` with a program for each draft."""
+    requests, gamma, width = hidden.shape
+    latents, proj = weights.latents, weights.proj
+    if requests == 0:
+        return
+    rank = 0 if latents is None else latents.shape[1]
+    assert hidden.stride(2) == out.stride(1) == 1
+    assert proj.shape == (width + rank,)
+    assert latents is None or latents.stride(1) == 1
+    assert dense(anchors, proj, weights.bias, weights.temperatures, weights.offsets, classes)
+    w1 = hidden if latents is None else latents
+    assert weights.temperatures is None or weights.temperatures.shape[1] == gamma
+    given = (weights.bias, weights.temperatures, weights.offsets, classes)
+    scale = _Scale(*[anchors if tensor is None else tensor for tensor in given])  # what stands in is never read
+    depth = min(_MAX_DEPTH, power_of_two(width))
+    _confidence_kernel[(requests, gamma)](
+        _Hidden(hidden, hidden.stride(0), hidden.stride(1), width),
+        _Tokens(anchors, drafts, drafts.stride(0), drafts.stride(1), w1, w1.stride(0), rank),
+        proj,
+        scale,
+        out,
+        out.stride(0),
+        LATENTS=latents is not None,
+        BIAS=weights.bias is not None,
+        SCALED=weights.temperatures is not None,
+        CLASSES=classes is not None,
+        DEPTH=depth,
+        num_warps=max(1, depth // 256),
+    )
