@@ -1,13 +1,17 @@
 """Time of every Triton kernel and of its torch reference on a GPU, side by side.
 
-    python -m benchmarks.kernels [--requests 1 8 32 64 128 256] [--only allocate accept] [--out result.json]
+    python -m benchmarks.kernels [--requests 1 8 32 64 128 256] [--only allocate accept-greedy] [--out result.json]
+    python -m benchmarks.kernels --bars --out result.json
 
 Both arms compute the same thing into the same buffers from the same inputs; each is captured as a CUDA graph of several
 calls and replayed, so that neither pays for its launches, and timed with CUDA events around the replay. A buffer larger
 than the L2 cache is written before every replay. Microseconds per call: median, and the 10th and 90th percentile. The
 ``reference`` arm of ``eager`` rows cannot be captured and is timed as it runs. ``floor`` is the time that the bytes of
 the inputs and outputs take at ``--bandwidth``. On a CPU there is nothing to time: ``--dry-run`` checks the cases on
-small shapes with the references. The last line is JSON.
+small shapes with the references.
+
+The bars come after the table, or alone with ``--bars``: ``allocate`` at 256 requests, and the whole verify step without
+its networks (``verify_tail.py``; reference: the same step of torch operators) at 64 requests. The last line is JSON.
 """
 
 from __future__ import annotations
@@ -21,7 +25,7 @@ from typing import Any
 
 import torch
 
-from benchmarks import machine
+from benchmarks import machine, verify_tail
 from dspark.kernels import triton_accept_greedy as accept_greedy
 from dspark.kernels import triton_accept_sample as accept_sample
 from dspark.kernels import (
@@ -61,8 +65,8 @@ class Case:
     """Two ways to do one thing."""
 
     name: str
-    kernel: Callable[[], None]
-    reference: Callable[[], None]
+    kernel: Callable[[], Any]
+    reference: Callable[[], Any]
     bytes_moved: int
 
 
@@ -300,12 +304,16 @@ def timed(call: Callable[[], None], rounds: int, flush: torch.Tensor) -> dict[st
         times.append(start.elapsed_time(end) * 1e3 / calls)
     times.sort()
     low, median, high = (times[int(share * (len(times) - 1))] for share in (0.1, 0.5, 0.9))
-    return {"median": round(median, 2), "p10": round(low, 2), "p90": round(high, 2), "graph": is_graph}
+    spread = {"p10": low, "p90": high, "min": times[0], "max": times[-1]}
+    return {"median": round(median, 2), **{name: round(us, 2) for name, us in spread.items()}, "graph": is_graph}
 
 
 def measure(name: str, shapes: Shapes, args: argparse.Namespace, flush: torch.Tensor | None) -> dict[str, Any]:
     """One row of the table; without a GPU both arms only run."""
-    case = CASES[name](shapes)
+    if name in verify_tail.KINDS:
+        case = Case(name, *verify_tail.tail(shapes.requests, shapes.gamma, shapes.vocab, name, shapes.device))
+    else:
+        case = CASES[name](shapes)
     row: dict[str, Any] = {"kernel": name, **{key: value for key, value in vars(shapes).items() if key != "device"}}
     row["floor_us"] = round(case.bytes_moved / args.bandwidth / 1e6, 2)
     if flush is None:
@@ -335,6 +343,37 @@ def show(row: dict[str, Any]) -> None:
     )
 
 
+def table(args: argparse.Namespace, jobs: Sequence[tuple[str, int, int]]) -> list[dict[str, Any]]:
+    """Measure and print rows of (case, requests, vocabulary)."""
+    on_gpu = torch.cuda.is_available()
+    flush = torch.zeros(FLUSH_BYTES, dtype=torch.uint8, device="cuda") if on_gpu and not args.dry_run else None
+    rows = []
+    for name, requests, vocab in jobs:
+        sizes = (requests, args.gamma, vocab, args.rank, args.tile, args.markov_tile)
+        shapes = Shapes(*sizes, device="cuda" if on_gpu else "cpu")
+        try:
+            rows.append(measure(name, shapes, args, flush))
+        except torch.cuda.OutOfMemoryError:
+            print(f"{name} R {requests}: the reference needs more memory than there is; left out")
+            continue
+        show(rows[-1])
+    return rows
+
+
+def measure_bars(args: argparse.Namespace) -> list[dict[str, Any]]:
+    """Rows that a bar is set for, each with its verdict (None where nothing was timed)."""
+    found = []
+    for name, requests, vocabularies, bar in verify_tail.BARS:
+        jobs = [(name, 3, 37)] if args.dry_run else [(name, requests, vocab) for vocab in vocabularies]
+        for row in table(args, jobs):
+            timing = row["kernel_us"]
+            within = None if timing is None else timing["median"] <= bar
+            found.append(row | {"bar_us": bar, "within_bar": within})
+            beyond = "" if timing is None else f"{timing['median'] - row['floor_us']:.1f} us above the floor, "
+            print(f"  bar {bar:.0f} us: {beyond}{'not timed' if within is None else 'met' if within else 'MISSED'}")
+    return found
+
+
 def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
     """Measure, print a table, and the result as the last line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -346,28 +385,24 @@ def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
     parser.add_argument("--markov-tile", type=int, default=triton_markov.TILE, help="columns of a program of markov")
     parser.add_argument("--rounds", type=int, default=100)
     parser.add_argument("--only", nargs="+", choices=CASES, default=list(CASES))
-    parser.add_argument("--bandwidth", type=float, default=4.2, help="TB/s, for the floor")
+    parser.add_argument("--bandwidth", type=float, default=4.0, help="TB/s, for the floor")
+    parser.add_argument("--bars", action="store_true", help="only the rows that a bar is set for")
     parser.add_argument("--dry-run", action="store_true", help="run every case once on small shapes, time nothing")
     parser.add_argument("--out", type=Path)
     args = parser.parse_args(argv)
-    on_gpu = torch.cuda.is_available()
     if args.dry_run:
         args.requests, args.vocab, args.rank = [3], 37, 8
-    elif not on_gpu:
+    elif not torch.cuda.is_available():
         parser.error("found no GPU, and only a GPU can be timed; --dry-run checks the cases")
-    flush = torch.zeros(FLUSH_BYTES, dtype=torch.uint8, device="cuda") if on_gpu and not args.dry_run else None
-    rows = []
-    for name in args.only:
-        for requests in args.requests:
-            sizes = (requests, args.gamma, args.vocab, args.rank, args.tile, args.markov_tile)
-            shapes = Shapes(*sizes, device="cuda" if on_gpu else "cpu")
-            try:
-                rows.append(measure(name, shapes, args, flush))
-            except torch.cuda.OutOfMemoryError:
-                print(f"{name} R {requests}: the reference needs more memory than there is; left out")
-                continue
-            show(rows[-1])
-    result = {"benchmark": "kernels", "dry_run": args.dry_run, "rows": rows, "machine": machine.describe()}
+    jobs = [] if args.bars else [(name, requests, args.vocab) for name in args.only for requests in args.requests]
+    rows, bars = table(args, jobs), measure_bars(args)
+    result = {
+        "benchmark": "kernels",
+        "dry_run": args.dry_run,
+        "rows": rows,
+        "bars": bars,
+        "machine": machine.describe(),
+    }
     if args.out is not None:
         args.out.write_text(json.dumps(result, indent=1) + "\n")
     print(json.dumps(result))
