@@ -19,7 +19,7 @@ from __future__ import annotations
 import argparse
 import json
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -29,9 +29,11 @@ from benchmarks import machine, verify_tail
 from dspark.kernels import triton_accept_greedy as accept_greedy
 from dspark.kernels import triton_accept_sample as accept_sample
 from dspark.kernels import (
+    triton_adjust,
     triton_allocate,
     triton_begin,
     triton_confidence,
+    triton_filter,
     triton_gather,
     triton_inject,
     triton_markov,
@@ -40,8 +42,9 @@ from dspark.kernels import (
     triton_scan,
 )
 from dspark.kernels.distribution import Distribution
+from dspark.kernels.ragged_pack import ragged_pack
 from dspark.kernels.triton_scan import TILE, Softmax, TileBuffers
-from dspark.types import SamplingRows
+from dspark.types import Adjustments, AdjustTable, SamplingRows
 
 CALLS = 5  # per graph; more would let the reference's buffers, fewer the replay, weigh in
 FLUSH_BYTES = 256 << 20
@@ -257,6 +260,38 @@ def rope_case(shapes: Shapes) -> Case:
     return Case("rope", *arms, 2 * size_of(qkv))
 
 
+def filter_case(shapes: Shapes) -> Case:
+    """Top-k, top-p and min-p on full windows of every request; the reference sorts."""
+    rows, window = shapes.requests * (shapes.gamma + 1), shapes.gamma + 1
+    logits, tokens = randn(shapes, rows, shapes.vocab, dtype=torch.float32), empty(shapes, rows, dtype=torch.int64)
+    params = sampling(shapes, greedy=False)
+    k = torch.full((shapes.requests,), 50, dtype=torch.int64, device=shapes.device)
+    params = replace(params, top_k=k, top_p=0.95 * params.top_p, min_p=params.min_p + 0.01, filters=True)
+    request = torch.arange(rows, device=shapes.device) // window
+    softmax = Softmax(params.temperature, request, empty(shapes, rows), empty(shapes, rows))
+    triton_scan.scan_rows(logits, tokens, TileBuffers.empty(rows, shapes.vocab, TILE, shapes.device), softmax)
+    arms = both(triton_filter, "filter_rows", logits, request, params, softmax)
+    return Case("filter", *arms, 2 * size_of(logits))
+
+
+def adjust_case(shapes: Shapes) -> Case:
+    """Penalties and biases on full windows of every request."""
+    requests, window, vocab = shapes.requests, shapes.gamma + 1, shapes.vocab
+    logits, ones = randn(shapes, requests * window, vocab, dtype=torch.float32), torch.ones(3, requests)
+    table = AdjustTable(
+        torch.ones(requests, dtype=torch.bool, device=shapes.device),
+        ones.to(shapes.device),
+        torch.zeros(requests, dtype=torch.int64, device=shapes.device),
+        randint(shapes, 3, requests, vocab).to(torch.int32),
+        randn(shapes, requests, vocab, dtype=torch.float32),
+    )
+    lens = torch.full((requests,), window, dtype=torch.int32, device=shapes.device)
+    packed, places = ragged_pack(lens, requests * window, window), torch.arange(requests, device=shapes.device)
+    drafts, lengths = randint(shapes, vocab, requests, shapes.gamma), randint(shapes, 4000, requests)
+    arms = both(triton_adjust, "adjust_logits", logits, packed, drafts, lengths, Adjustments(table, places))
+    return Case("adjust", *arms, 2 * size_of(logits) + size_of(table.counts, table.bias))
+
+
 CASES: dict[str, Callable[[Shapes], Case]] = {
     "begin": begin_case,
     "gather": gather_case,
@@ -271,6 +306,8 @@ CASES: dict[str, Callable[[Shapes], Case]] = {
     "inject": inject_case,
     "accept-greedy": accept_greedy_case,
     "accept-sampled": accept_sample_case,
+    "filter": filter_case,
+    "adjust": adjust_case,
 }
 
 

@@ -128,6 +128,7 @@ class DSparkWorker(BaseSpecWorker):
         class_of = None if self._calibration is None else self._calibration.of
         seed, vocab = self._target_worker.random_seed, self.spec.vocab_size
         self._requests = RequestTable(rows, self.device, seed, vocab, class_of)
+        logger.info("dspark: %.2f GiB for penalties and biases of %d requests", rows * vocab * 8 / 2**30, rows)
 
     def init_cuda_graphs(self) -> None:
         """Capture the step's own graphs; the host captures none for decoding (a hook keeps it from it)."""

@@ -10,7 +10,7 @@ from dspark.kernels.ragged_pack import ragged_pack
 from dspark.kernels.triton_scan import Softmax
 from dspark.types import Adjustments
 from tests.compare import assert_equal
-from tests.kernels.row_cases import adjust_table, check_adjust, check_filter
+from tests.kernels.row_cases import adjust_table, check_adjust, check_filter, check_mask
 from tests.kernels.test_triton_filter import SAMPLING
 
 pytestmark = pytest.mark.gpu
@@ -30,6 +30,11 @@ def test_filter(rows: int, vocab: int, dtype: torch.dtype) -> None:
     """bfloat16 ties by the hundred."""
     logits = 4 * torch.randn(rows, vocab, generator=torch.Generator().manual_seed(rows))
     check_filter(logits.to(dtype), torch.arange(rows) % 10, SAMPLING, triton_filter.TILE, triton_filter.CHUNK)
+
+
+@pytest.mark.parametrize(("rows", "vocab", "words"), [(1, QWEN, 4748), (300, QWEN, 4740), (7, 50_257, 1571)])
+def test_mask(rows: int, vocab: int, words: int) -> None:
+    check_mask(rows, vocab, words, triton_adjust.TILE)
 
 
 def test_both_can_be_captured() -> None:

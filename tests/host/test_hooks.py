@@ -11,7 +11,6 @@ from sglang.srt.sampling.sampling_params import SamplingParams
 from dspark.host import hooks, memory
 from dspark.host.admission import refusal
 
-
 load_plugins()  # once per process, so before any test that leaves this package out
 
 

@@ -111,3 +111,20 @@ def check_filter(logits: torch.Tensor, request: torch.Tensor, sampling: Sampling
     top_k, min_p = sampling.top_k[request], sampling.min_p[request]
     off = (top_k <= 1) | ((top_k >= vocab) & (top_p >= 1) & (min_p <= 0))
     assert_equal(found[off], logits[off], "rows without filters")
+
+
+def check_mask(rows: int, vocab: int, words: int, tile: int, dtype: torch.dtype = torch.float32) -> None:
+    """Kernel against reference and against one bit at a time, to the bit."""
+    generator = torch.Generator().manual_seed(rows + vocab)
+    logits = torch.randn(rows, vocab, generator=generator).to(DEVICE, dtype)
+    bits = torch.randint(-(2**31), 2**31, (rows + 2, words), generator=generator).to(torch.int32)
+    bits[1], bits[0] = -1, 0  # everything, and nothing
+    place = torch.randint(rows + 2, (rows,), generator=generator)
+    found, required = logits.clone(), logits.clone()
+    triton_adjust.mask_rows_triton(found, bits.to(DEVICE), place.to(DEVICE), tile=tile)
+    triton_adjust.mask_rows_reference(required, bits.to(DEVICE), place.to(DEVICE))
+    assert_equal(found, required, "masked logits")
+    for row in range(min(rows, 3)):
+        for token in range(0, vocab, max(1, vocab // 50)):
+            word = int(bits[place[row], token // 32]) if token // 32 < words else 0
+            assert bool(found[row, token].isneginf()) == (word >> (token % 32) & 1 == 0), (row, token)

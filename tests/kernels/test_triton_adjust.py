@@ -9,7 +9,7 @@ from dspark.kernels import triton_adjust
 from dspark.kernels.ragged_pack import ragged_pack
 from dspark.types import Adjustments, AdjustTable
 from tests.compare import FLOAT_32, assert_close
-from tests.kernels.row_cases import adjust_table, check_adjust
+from tests.kernels.row_cases import adjust_table, check_adjust, check_mask
 from tests.kernels.triton_cases import DEVICE
 
 
@@ -60,3 +60,12 @@ def test_a_window_is_adjusted_as_if_decoded_token_by_token() -> None:
             assert_close(found[4 * request + column], torch.tensor(row), FLOAT_32, f"request {request}, row {column}")
             if column < 3:
                 counts[int(drafts[request, column])] += 1
+
+
+@pytest.mark.parametrize(
+    ("rows", "vocab", "words"),
+    [(0, 5, 1), (1, 1, 1), (3, 31, 1), (4, 32, 1), (5, 33, 2), (2, 100, 2), (1, 151_936, 4748), (2, 151_936, 4740)],
+)
+def test_a_grammar_masks_bit_by_bit(rows: int, vocab: int, words: int) -> None:
+    """Also where the grammar knows fewer tokens than the target."""
+    check_mask(rows, vocab, words, tile=1 << 15 if vocab > 1000 else 32)
