@@ -15,7 +15,7 @@ from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 
-from benchmarks import kernels
+from benchmarks import kernel_cases
 from dspark.kernels import triton_adjust, triton_allocate, triton_filter, triton_pack
 from dspark.kernels.ragged_pack import ragged_pack
 from dspark.kernels.triton_markov import TILE as MARKOV_TILE
@@ -52,8 +52,8 @@ def compile_all() -> dict[str, int]:
     JITFunction.run = compile_only
     torch.cuda.is_available = lambda: True  # the benchmark's cases then launch kernels
     for requests in (1, 40):
-        shapes = kernels.Shapes(requests, 7, 32_000, 64, TILE, MARKOV_TILE, "cpu")
-        for case in kernels.CASES.values():
+        shapes = kernel_cases.Shapes(requests, 7, 32_000, 64, TILE, MARKOV_TILE, "cpu")
+        for case in kernel_cases.CASES.values():
             case(shapes).kernel()
     lens = torch.ones(5, dtype=torch.int32)
     offsets = torch.ones(6, dtype=torch.int32)
