@@ -19,6 +19,9 @@ class GraphSet(Protocol):
     def replay(self, key: Hashable) -> torch.Tensor | None:
         """Run it again on what the static buffers hold now."""
 
+    def discard(self, key: Hashable) -> None:
+        """Forget a function that was captured."""
+
 
 class CudaGraphs:
     """One ``torch.cuda.CUDAGraph`` per key, all in one memory pool: capture the largest first."""
@@ -43,6 +46,9 @@ class CudaGraphs:
         graph.replay()
         return output
 
+    def discard(self, key: Hashable) -> None:
+        del self._graphs[key]
+
 
 class EagerGraphs:
     """The same on a machine without graphs: a replay calls the function. For tests of everything but the capture."""
@@ -55,3 +61,6 @@ class EagerGraphs:
 
     def replay(self, key: Hashable) -> torch.Tensor | None:
         return self._functions[key]()
+
+    def discard(self, key: Hashable) -> None:
+        del self._functions[key]

@@ -6,6 +6,7 @@ import contextlib
 import logging
 import time
 from collections.abc import Iterator, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -17,6 +18,7 @@ from dspark.config import Settings
 from dspark.cuda_graph.capture import CudaGraphs, EagerGraphs, GraphSet
 from dspark.cuda_graph.ladder import slot_ladder, smallest_at_least, thinned, tier_ladder
 from dspark.cuda_graph.static import StepBuffers
+from dspark.cuda_graph.timing import StepTimer, seconds_per_call, worth_keeping
 from dspark.drafter.heads import ConfidenceScale
 from dspark.drafter.spec import DraftSpec
 from dspark.host.batch import RequestTable
@@ -32,6 +34,7 @@ logger = logging.getLogger("dspark")
 
 _DISTRIBUTION_SHARE = 0.25  # of the free memory, at most, for the distributions of the drafts
 _LOGITS_SHARE = 0.125  # the same for the logits that a forward leaves for its tail
+_TIMED_CONTEXT = 512  # tokens of each request while tiers are timed
 _KINDS: tuple[Sampling, ...] = ("greedy", "sampled", "general")
 
 
@@ -77,6 +80,9 @@ class StepGraphs:
         self._split_slots = thinned(self._slots)
         self._full_windows = full_windows
         self._graphs: GraphSet = EagerGraphs() if device.type == "cpu" else CudaGraphs()
+        self.timer = StepTimer(device)
+        self.seconds: dict[str, dict[int, float]] = {}  # of greedy draft, verify and plain graphs, after the capture
+        self.pruned: list[int] = []  # tiers that buy nothing
 
     def capture(self) -> None:
         """Capture every shape, largest first, with progress; a failure is an error."""
@@ -96,6 +102,41 @@ class StepGraphs:
             len(jobs), len(self._tiers), self._tiers[-1], self._slots[-1], time.monotonic() - started,
             (before - _free_bytes(self._device)) / 2**30,
         )  # fmt: skip
+        if self._device.type == "cuda":
+            self._time()
+
+    @torch.inference_mode()
+    def _time(self) -> None:
+        """Time every graph on requests of the spare row, and drop the tiers that are no cheaper than the next one."""
+        started = time.monotonic()
+        for name, sizes in (("draft", self._slots), ("plain", self._slots), ("verify", self._tiers)):
+            for size in sizes:
+                requests = size if name != "verify" else max(1, size // self._spec.window)
+                self._stage_spare(min(requests, self.buffers.slots), size - requests)
+                if name == "verify":  # what it verifies
+                    self._graphs.replay(("draft", smallest_at_least(self._slots, requests), "greedy"))
+                replay = partial(self._graphs.replay, (name, size, "greedy"))
+                self.seconds.setdefault(name, {})[size] = seconds_per_call(replay, self._device)
+        verify = self.seconds["verify"]
+        if self._tp_size == 1:  # ranks would measure, and keep, different ones
+            self._tiers = worth_keeping(verify)
+            self.pruned = sorted(verify.keys() - set(self._tiers))
+            for tier in self.pruned:
+                for kind in _KINDS[:2]:
+                    self._graphs.discard(("verify", tier, kind))
+        logger.info(
+            "dspark: graphs timed in %.1f s; verify ms by rows: %s; no cheaper than the next and dropped: %s",
+            time.monotonic() - started,
+            ", ".join(f"{tier}: {verify[tier] * 1e3:.2f}" for tier in self._tiers),
+            self.pruned or "none",
+        )
+
+    def _stage_spare(self, requests: int, drafts: int) -> None:
+        """Stage requests that nobody has: row 0 of the host's table, whose slots are spare ones."""
+        zeros = torch.zeros(requests, dtype=torch.int64, device=self._device)
+        width = int(self._target.req_to_token_pool.req_to_token.shape[1])
+        context = max(0, min(_TIMED_CONTEXT, width - 2 * self._spec.window))
+        self.buffers.stage(zeros, zeros, zeros + context, drafts)
 
     def _fit_split(self) -> None:
         """Leave out the largest split steps if memory is short for their logits."""
@@ -151,6 +192,7 @@ class StepGraphs:
         """
         count, buffers = len(batch.reqs), self.buffers
         assert isinstance(budget.drafts, int)
+        self.timer.start()
         buffers.stage(batch.req_pool_indices, batch.spec_info.bonus_tokens.view(-1), batch.seq_lens, budget.drafts)
         slots = smallest_at_least(self._slots, count)
         general = kind == "general"
@@ -167,6 +209,7 @@ class StepGraphs:
             output = self._split((False, slots), count, extras) if general else self._graphs.replay(key)
             self._read_done()
         assert output is not None
+        self.timer.stop((budget.draft, general, rows))
         return self._outcome(output.clone(), slots, count, budget), rows
 
     def _split(self, split: Split, count: int, extras: StepExtras | None) -> torch.Tensor | None:
@@ -198,6 +241,15 @@ class StepGraphs:
             lengths=lengths,
             ceiling=ceiling if budget.draft and not budget.packed else None,
         )
+
+    def statistics(self) -> dict[str, Any]:
+        """What ``/server_info`` shows: tiers, times after the capture, and device time of the steps since."""
+        steps = [
+            {"draft": draft, "general": general, "rows": rows, "steps": count, "mean_ms": total / count * 1e3}
+            for (draft, general, rows), (count, total) in self.timer.seconds.items()
+        ]
+        captured = {name: {size: s * 1e3 for size, s in found.items()} for name, found in self.seconds.items()}
+        return {"tiers": self._tiers, "pruned": self.pruned, "captured_ms": captured, "steps": steps}
 
     def _read_done(self) -> None:
         """From here on the step does not read the slot table: the scheduler may reserve for the next one."""

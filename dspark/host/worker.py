@@ -319,6 +319,8 @@ class DSparkWorker(BaseSpecWorker):
     def clear_info_records(self) -> None:
         """Forget the step records and set the counters to zero."""
         self._eager_steps.clear()
+        if self._graphs is not None:
+            self._graphs.timer.clear()
         if self._budgets is not None:
             self._budgets.clear()
         if self._recorder is not None:
@@ -335,6 +337,7 @@ class DSparkWorker(BaseSpecWorker):
             "builtin_modules_loaded": loaded,
             "schedule": None if self._budgets is None else self._budgets.statistics(),
             "eager_steps": dict(self._eager_steps),
+            "graphs": None if self._graphs is None else self._graphs.statistics(),
         }
         if self._recorder is not None:
             record |= self._recorder.dump()

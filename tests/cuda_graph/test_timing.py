@@ -1,0 +1,87 @@
+"""Which tiers are worth a graph, and step times that are read late."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from dspark.cuda_graph import timing
+from dspark.cuda_graph.timing import StepTimer, seconds_per_call, worth_keeping
+
+
+def test_flat_steps_keep_only_the_largest() -> None:
+    assert worth_keeping({1: 4.0, 2: 4.0, 4: 4.01, 8: 4.02}) == [8]
+    assert worth_keeping({1: 3.0, 2: 4.0, 4: 4.01, 8: 4.02}) == [1, 8]
+    assert worth_keeping({1: 1.0, 2: 2.0, 4: 3.0, 8: 4.0}) == [1, 2, 4, 8]
+    assert worth_keeping({8: 4.0}) == [8]
+    assert worth_keeping({}) == []
+
+
+@given(st.dictionaries(st.integers(1, 500), st.floats(1e-4, 1.0), min_size=1))
+def test_no_step_gets_slower_by_more_than_the_threshold(seconds: dict[int, float]) -> None:
+    """Padding to a kept tier never costs more than the tier itself would have, but for what counts as flat."""
+    kept = worth_keeping(seconds)
+    assert kept == sorted(kept)
+    assert kept[-1] == max(seconds)
+    for tier, own in seconds.items():
+        padded = seconds[min(one for one in kept if one >= tier)]
+        assert tier in kept or padded < own / (1 - 0.01) or padded == pytest.approx(own / 0.99)
+
+
+def test_median_of_the_calls() -> None:
+    calls: list[int] = []
+    found = seconds_per_call(lambda: (calls.append(1), time.sleep(0.002)), torch.device("cpu"), repeats=3)
+    assert len(calls) == 4
+    assert 0.002 <= found < 0.1
+
+
+def test_steps_are_summed_by_key() -> None:
+    timer = StepTimer(torch.device("cpu"))
+    for key in ("a", "b", "a"):
+        timer.start()
+        time.sleep(0.001)
+        timer.stop(key)
+    timer.start()  # reads what is over
+    assert {key: count for key, (count, _) in timer.seconds.items()} == {"a": 2, "b": 1}
+    assert timer.seconds["a"][1] >= 0.002
+    timer.clear()
+    assert not timer.seconds
+
+
+class LateEvent:
+    """An event of a device that is told when it has happened."""
+
+    happened = False
+
+    def __init__(self, **_: Any) -> None:
+        self.recorded = 0
+
+    def record(self) -> None:
+        self.recorded += 1
+
+    def query(self) -> bool:
+        return LateEvent.happened
+
+    def elapsed_time(self, other: LateEvent) -> float:
+        return 3.0
+
+
+def test_a_late_event_is_never_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "Event", LateEvent)
+    LateEvent.happened = False
+    timer = StepTimer(torch.device("cuda"))
+    for _ in range(timing._RING + 2):
+        timer.start()
+        timer.stop("step")
+    assert not timer.seconds
+    assert timer.unread == 2
+    LateEvent.happened = True
+    timer.start()
+    count, seconds = timer.seconds["step"]
+    assert count == timing._RING
+    assert seconds == pytest.approx(0.003 * count)
