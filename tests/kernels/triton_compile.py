@@ -16,7 +16,7 @@ from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 
 from benchmarks import kernel_cases
-from dspark.kernels import triton_adjust, triton_allocate, triton_filter, triton_pack
+from dspark.kernels import triton_adjust, triton_allocate, triton_filter, triton_pack, triton_rope
 from dspark.kernels.ragged_pack import ragged_pack
 from dspark.kernels.triton_markov import TILE as MARKOV_TILE
 from dspark.kernels.triton_scan import TILE, Softmax
