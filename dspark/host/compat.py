@@ -166,6 +166,7 @@ _TABLE_0_5_17 = (
     HostName(_SRT + "model_executor.model_runner.ModelRunner.forward", ("self", "forward_batch")),
     # grammars and logprobs
     HostName(_SRT + "sampling.sampling_batch_info.SamplingBatchInfo.update_regex_vocab_mask", ("self",)),
+    HostName(_SRT + "constrained.xgrammar_backend._allocate_token_bitmask", ("vocab_size", "batch_size")),
     HostName(_SRT + "constrained.xgrammar_backend.XGrammarGrammar.apply_vocab_mask", ("self", "logits", "vocab_mask")),
     HostName(_SRT + "speculative.spec_utils.GrammarTree.from_linear_chain", ("verify_ids_2d",)),
     HostName(

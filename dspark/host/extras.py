@@ -16,8 +16,9 @@ from sglang.srt.layers.logprob_processor import compute_spec_v2_logprobs
 from sglang.srt.managers.schedule_batch import ScheduleBatch
 from sglang.srt.speculative.spec_utils import GrammarTree, build_grammar_vocab_mask
 
-from dspark.kernels.triton_adjust import mask_rows
-from dspark.types import PackedRows
+from dspark.kernels.ragged_pack import ragged_pack
+from dspark.kernels.triton_adjust import adjust_logits, count_tokens, mask_rows
+from dspark.types import Adjustments, AdjustTable, PackedRows
 
 Barrier = Callable[[], None]
 
@@ -139,3 +140,14 @@ def attach_prefill(
     extras.attach(output, tokens[:, None])
     if output.next_token_logprobs is not None:
         output.next_token_logprobs = output.next_token_logprobs.flatten()
+
+
+def compile_kernels(vocab: int, table: AdjustTable) -> None:
+    """Launch once what a first request would have to wait for: penalties of a prefill, and a grammar's mask."""
+    device = table.active.device
+    row, place = torch.zeros((1, vocab), dtype=torch.float32, device=device), torch.zeros_like(table.min_length[:1])
+    drafts, one = place.new_zeros(1, 0), torch.zeros(1, dtype=torch.int32, device=device)
+    adjust = Adjustments(table, place)  # a row that is not active, and nothing to count
+    adjust_logits(row, ragged_pack(one + 1, 1, 1), drafts, place, adjust)
+    count_tokens(place[:, None], one, adjust)
+    mask_rows(row, torch.zeros((1, -(-vocab // 32)), dtype=torch.int32, device=device), place)

@@ -22,7 +22,7 @@ from dspark.cuda_graph.timing import StepTimer, seconds_per_call, worth_keeping
 from dspark.drafter.heads import ConfidenceScale
 from dspark.drafter.spec import DraftSpec
 from dspark.host.batch import RequestTable
-from dspark.host.extras import StepExtras
+from dspark.host.extras import StepExtras, compile_kernels
 from dspark.host.static_networks import PageTable, StaticDraftNet, StaticTargetNet
 from dspark.kernels.triton_accept_greedy import COLUMNS
 from dspark.kernels.triton_allocate import MAX_GAMMA, MAX_REQUESTS
@@ -73,8 +73,9 @@ class StepGraphs:
         draft_net = StaticDraftNet(draft, self.buffers, pages, spec.mask_token_id)
         draft_net.calibration = calibration
         step = FusedStep(draft_net, StaticTargetNet(target, self.buffers, pages), self.buffers)
+        self._adjust = requests.adjustments
         self._static = StaticStep(
-            step, self.buffers, pages.read, requests.static_sampling, full_windows, requests.adjustments.table
+            step, self.buffers, pages.read, requests.static_sampling, full_windows, self._adjust.table
         )
         self._split_tiers = thinned(self._tiers)  # tails take padding lightly, and every capture takes time
         self._split_slots = thinned(self._slots)
@@ -89,7 +90,8 @@ class StepGraphs:
         self.buffers.hold_distributions(self._spec.vocab_size)
         self._fit_split()
         one = self.buffers.rows[:1]
-        self.buffers.stage(one, one, one, 0)  # the only launch outside of graphs: compiled here, not in the first step
+        self.buffers.stage(one, one, one, 0)
+        compile_kernels(self._spec.vocab_size, self._adjust.table)  # launches outside of graphs: not in a first request
         started, before = time.monotonic(), _free_bytes(self._device)
         jobs = list(self._jobs())
         with _capturing(self._device):

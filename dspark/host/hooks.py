@@ -107,6 +107,13 @@ def _finish(original: Callable[..., Any], self: Any, new_accepted_len: int = 1) 
     tokens.extend(rest)
 
 
+def _allocate_mask(original: Callable[..., Any], vocab_size: int, batch_size: int) -> Any:
+    """The host allocates grammar masks in pinned memory, which needs a GPU."""
+    if torch.cuda.is_available():
+        return original(vocab_size, batch_size)
+    return torch.full((batch_size, -(-vocab_size // 32)), -1, dtype=torch.int32)
+
+
 def _mask_vocabulary(original: Callable[..., Any], self: Any, logits: Any, vocab_mask: Any) -> None:
     """The host's grammars mask logits on accelerators only."""
     if logits.device.type != "cpu":
@@ -160,6 +167,7 @@ HOOKS: dict[str, Callable[..., Any]] = {
     _SRT + "managers.overlap_utils.FutureMap._resolve_spec_extras": _read_relay,
     _SRT + "mem_cache.memory_pool.MHATokenToKVPool._init_kv_copy_and_warmup": _prepare_kv_copy,
     _SRT + "managers.schedule_batch.Req.update_finish_state": _finish,
+    _SRT + "constrained.xgrammar_backend._allocate_token_bitmask": _allocate_mask,
     _SRT + "constrained.xgrammar_backend.XGrammarGrammar.apply_vocab_mask": _mask_vocabulary,
     _SRT + "managers.scheduler.Scheduler.set_internal_state": _set_state,
     _SRT + "model_executor.model_runner_components.cuda_graph_setup.capture_decode_graph": _capture_decode,

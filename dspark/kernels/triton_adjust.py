@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from dspark.kernels.triton_jit import ceil_div, constant, dense, jit, power_of_two, tl
+from dspark.kernels.triton_jit import ceil_div, constant, dense, jit, tl
 from dspark.types import Adjustments, AdjustTable, PackedRows
 
 TILE = 4096
@@ -138,7 +138,8 @@ def adjust_logits_triton(
     _adjust_kernel[grid](logits, logits.stride(0), rows, table, GAMMA=drafts.shape[1], TILE=tile, num_warps=8)
 
 
-@jit
+# Also launched outside of graphs, for batches of every size: one variant.
+@jit(do_not_specialize=["requests", "window"])
 def _count_kernel(tokens, committed, places, table, requests, window, BLOCK: tl.constexpr):
     at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     request, column = at // window, at % window
@@ -179,10 +180,9 @@ def count_tokens_triton(tokens: torch.Tensor, committed: torch.Tensor, adjust: A
     assert dense(tokens, committed, adjust.places)
     if requests == 0:
         return
-    block = min(_BLOCK, power_of_two(requests * window))
-    grid = (ceil_div(requests * window, block),)
+    grid = (ceil_div(requests * window, _BLOCK),)
     _count_kernel[grid](
-        tokens, committed, adjust.places, _table(adjust.table), requests, window, BLOCK=block, num_warps=1
+        tokens, committed, adjust.places, _table(adjust.table), requests, window, BLOCK=_BLOCK, num_warps=1
     )
 
 

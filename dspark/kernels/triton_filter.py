@@ -37,7 +37,6 @@ class _Rows(NamedTuple):
     min_p: Any
     tops: Any
     totals: Any
-    rows: Any
     vocab: Any
     tiles: Any
 
@@ -77,14 +76,13 @@ def _values(rows, row, token, temperature, top):
 
 
 @jit
-def _narrowed(rows, search, row, top_k, limit, ROUND: tl.constexpr, COUNT: tl.constexpr):
-    """Digits of the cut, tokens above it and their mass, as the rounds before ``ROUND`` have found them."""
+def _narrowed(rows, search, row, total, top_k, limit, number, COUNT: tl.constexpr):
+    """Digits of the cut, tokens above it and their mass, as the rounds before this ``number`` have found them."""
     cut = row.to(tl.int64) * 0
     above = row * 0
     mass = above.to(tl.float32)
-    if ROUND > 0:
-        side = ((ROUND - 1) % 2) * rows.rows
-        at = side + row
+    if number > 0:
+        at = ((number - 1) % 2) * total + row
         digit = tl.arange(0, _DIGITS)
         tile = tl.arange(0, COUNT)[:, None]
         place = (at.to(tl.int64) * rows.tiles + tile) * _DIGITS + digit[None, :]
@@ -96,25 +94,26 @@ def _narrowed(rows, search, row, top_k, limit, ROUND: tl.constexpr, COUNT: tl.co
         next_count = tl.sum(tl.where(digit == found + 1, counts, 0), axis=0)
         next_mass = tl.sum(tl.where(digit == found + 1, masses, 0.0), axis=0)
         last = found == _DIGITS - 1
-        cut = tl.load(search.cut + at) + (found.to(tl.int64) << (4 * (8 - ROUND)))
+        cut = tl.load(search.cut + at) + (found.to(tl.int64) << (4 * (8 - number)))
         above = tl.where(last, tl.load(search.above + at), next_count)
         mass = tl.where(last, tl.load(search.mass + at), next_mass)
     return cut, above, mass
 
 
-@jit
-def _round_kernel(rows, search, ROUND: tl.constexpr, COUNT: tl.constexpr, TILE: tl.constexpr, CHUNK: tl.constexpr):
+# One variant each: the round and the number of rows change from launch to launch.
+@jit(do_not_specialize=["total", "number"])
+def _round_kernel(rows, search, total, number, COUNT: tl.constexpr, TILE: tl.constexpr, CHUNK: tl.constexpr):
     row, tile = tl.program_id(0), tl.program_id(1)
     filtered, top_k, limit, temperature, top = _filters(rows, row)
     if filtered != 0:
-        cut, above, mass = _narrowed(rows, search, row, top_k, limit, ROUND, COUNT)
-        at = (ROUND % 2) * rows.rows + row
+        cut, above, mass = _narrowed(rows, search, row, total, top_k, limit, number, COUNT)
+        at = (number % 2) * total + row
         if tile == 0:
             tl.store(search.cut + at, cut)
             tl.store(search.above + at, above)
             tl.store(search.mass + at, mass)
         digit = tl.arange(0, _DIGITS)
-        candidate = (cut + (digit.to(tl.int64) << (4 * (7 - ROUND))) - _HALF).to(tl.int32)
+        candidate = (cut + (digit.to(tl.int64) << (4 * (7 - number))) - _HALF).to(tl.int32)
         counts = tl.zeros((_DIGITS, CHUNK), tl.int32)
         masses = tl.zeros((_DIGITS, CHUNK), tl.float32)
         for start in range(0, TILE, CHUNK):
@@ -128,12 +127,12 @@ def _round_kernel(rows, search, ROUND: tl.constexpr, COUNT: tl.constexpr, TILE: 
         tl.store(search.masses + place, tl.sum(masses, axis=1))
 
 
-@jit
-def _tie_kernel(rows, search, COUNT: tl.constexpr, TILE: tl.constexpr):
+@jit(do_not_specialize=["total"])
+def _tie_kernel(rows, search, total, COUNT: tl.constexpr, TILE: tl.constexpr):
     row, tile = tl.program_id(0), tl.program_id(1)
     filtered, top_k, limit, temperature, top = _filters(rows, row)
     if filtered != 0:
-        cut, above, mass = _narrowed(rows, search, row, top_k, limit, 8, COUNT)
+        cut, above, mass = _narrowed(rows, search, row, total, top_k, limit, 8, COUNT)
         if tile == 0:
             tl.store(search.cut + row, cut)
             tl.store(search.above + row, above)
@@ -224,10 +223,10 @@ def filter_rows_triton(
     )
     read = _Rows(
         logits, logits.stride(0), request, sampling.temperature, sampling.top_k, sampling.top_p, sampling.min_p,
-        softmax.tops, softmax.totals, rows, vocab, tiles,
+        softmax.tops, softmax.totals, vocab, tiles,
     )  # fmt: skip
     grid, count = (rows, tiles), power_of_two(tiles)
     for number in range(_ROUNDS):
-        _round_kernel[grid](read, search, ROUND=number, COUNT=count, TILE=tile, CHUNK=min(chunk, tile), num_warps=4)
-    _tie_kernel[grid](read, search, COUNT=count, TILE=tile, num_warps=8)
+        _round_kernel[grid](read, search, rows, number, COUNT=count, TILE=tile, CHUNK=min(chunk, tile), num_warps=4)
+    _tie_kernel[grid](read, search, rows, COUNT=count, TILE=tile, num_warps=8)
     _cut_kernel[grid](read, search, COUNT=count, TILE=tile, num_warps=8)

@@ -92,7 +92,7 @@ def test_logprobs_equal_those_of_plain_decoding(overlap_server: ServerProcess, p
 
 def test_a_grammar_holds_for_sampled_texts(overlap_server: ServerProcess) -> None:
     """Other requests of the batch sample freely meanwhile."""
-    params = {"temperature": 1.0, "max_new_tokens": 40, "regex": "[a-c]{3,6}( [0-9]{2}){3}!"}
+    params = {"temperature": 1.0, "max_new_tokens": 40, "regex": "[a-c]{3,6}(-[0-9]{2}){3}!"}
     free = {"temperature": 1.0, "max_new_tokens": 40, "ignore_eos": True}
     with ThreadPoolExecutor(8) as clients:
         futures = [

@@ -78,7 +78,8 @@ def _compile_row_kernels() -> None:
         torch.zeros(4, vocab),
     )
     adjust, tokens = Adjustments(table, torch.arange(2)), torch.zeros(2, 3, dtype=torch.int64)
-    triton_adjust.adjust_logits_triton(logits, packed, tokens[:, 1:], torch.ones(2, dtype=torch.int64), adjust)
+    for drafts in (tokens[:, 1:], tokens[:, :0]):  # the second as after a prefill
+        triton_adjust.adjust_logits_triton(logits, packed, drafts, torch.ones(2, dtype=torch.int64), adjust)
     triton_adjust.count_tokens_triton(tokens, packed.lens, adjust)
     triton_adjust.mask_rows_triton(logits, torch.ones(2, 1000, dtype=torch.int32), packed.request)
     numbers, top_k = torch.ones(2), torch.ones(2, dtype=torch.int64)
