@@ -47,11 +47,13 @@ def plain_answers(target: Path) -> dict[str, Any]:
     """Answers of the same server without speculation; greedy jobs only."""
     topics = enumerate(RETRACTION_PROMPTS)
     more = [native(f"retract {n}", text, new_tokens=RETRACTION_TOKENS, ignore_eos=True) for n, text in topics]
-    more += finish_jobs() + scored_jobs()
+    more += finish_jobs()
     more += [native("context limit", LIMIT_PROMPT, new_tokens=70, ignore_eos=True)]
     # Under overlap the host's penalties count every token one step late.
     with serve(target, "--max-running-requests", "8", "--disable-overlap-schedule") as server:
-        return run_all(server, [job for job in mixed_traffic() if job.greedy] + more, at_once=8)
+        answers = run_all(server, [job for job in mixed_traffic() if job.greedy] + more, at_once=8)
+        # One at a time: the host without speculation stops when only some requests of a batch name tokens for logprobs.
+        return answers | run_all(server, scored_jobs(), at_once=1)
 
 
 def cost_table(folder: Path, **more: Any) -> list[str]:

@@ -176,9 +176,8 @@ def mixed_traffic() -> list[Job]:
         native("frequency penalty", "one two one two one", frequency_penalty=0.7, ignore_eos=True),
         native("presence penalty", "red, red, red,", presence_penalty=0.9, ignore_eos=True),
         native("repetition penalty", "A list of cities:\n1.", repetition_penalty=1.25, ignore_eos=True),
-        native(
-            "all penalties", LONG, frequency_penalty=0.3, presence_penalty=-0.4, repetition_penalty=1.1, new_tokens=60
-        ),
+        # No repetition penalty beside them: without overlap the order of the host's penalties is that of a set.
+        native("both penalties", LONG, frequency_penalty=0.3, presence_penalty=-0.4, new_tokens=60),
         native("minimum", "<|im_start|>user\nSay hi.<|im_end|>\n<|im_start|>assistant\n", min_new_tokens=30),
         native("regex", "My number is", regex=r"[0-9]{3}-[0-9]{4}:(yes|no)"),
         native("json", "<|im_start|>user\nDescribe a person.<|im_end|>\n<|im_start|>assistant\n", json_schema=PERSON),
