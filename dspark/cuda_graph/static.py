@@ -61,14 +61,15 @@ class StepBuffers:
         return Distribution(values, tops, totals) if self.as_logits else Distribution(values)
 
     def keep(self, rows: TargetRows) -> TargetRows:
-        """A copy of what the target has computed, in buffers that all tiers share.
+        """A copy of what the target has computed, in buffers that all tiers share; logits in float32, to be changed.
 
         The first call makes them, outside of any capture, so it must bring the most rows.
         """
         count = rows.logits.shape[0]
         if self._rows is None or self._rows.logits.shape[0] < count:
             assert self._rows is None or not rows.logits.is_cuda, "a captured graph holds the smaller buffers"
-            self._rows = TargetRows(torch.empty_like(rows.logits), torch.empty_like(rows.features))
+            logits = torch.empty(rows.logits.shape, dtype=torch.float32, device=rows.logits.device)
+            self._rows = TargetRows(logits, torch.empty_like(rows.features))
         kept = TargetRows(self._rows.logits[:count], self._rows.features[:count])
         kept.logits.copy_(rows.logits)
         kept.features.copy_(rows.features)

@@ -50,6 +50,10 @@ _TABLE_0_5_17 = (
     ),
     HostName(_SRT + "mem_cache.memory_pool.MHATokenToKVPool._init_kv_copy_and_warmup", ("self",)),
     HostName(_SRT + "managers.overlap_utils.FutureMap._resolve_spec_extras", ("self", "batch")),
+    HostName(
+        _SRT + "layers.logits_processor.LogitsProcessor._copy_logits_to_buffer",
+        ("logits", "logits_metadata", "use_buffer"),
+    ),
     HostName(_SRT + "layers.rotary_embedding.base._is_cpu"),
     HostName(_SRT + "models.registry.ModelRegistry.models"),
     HostName(_SRT + "layers.attention.attention_registry.ATTENTION_BACKENDS"),

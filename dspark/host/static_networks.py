@@ -6,8 +6,8 @@ tests) outside of one.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -19,6 +19,7 @@ from dspark.cuda_graph.static import StepBuffers
 from dspark.host.flash_attention import RowAttention, Spans
 from dspark.host.networks import HostDraftNet, block_info, ragged_layout
 from dspark.host.target_attention import FusedAttention
+from dspark.host.target_logits import NarrowLogits
 from dspark.types import DecodeBatch, TargetRows, VerifyPlan
 
 
@@ -116,9 +117,14 @@ class StaticTargetNet:
     """:class:`dspark.worker.protocols.TargetNet` on static buffers."""
 
     def __init__(self, runner: ModelRunner, buffers: StepBuffers, pages: PageTable) -> None:
-        fused = FusedAttention(runner.model, runner.token_to_kv_pool)
-        self.fused_layers = len(fused)
-        self._forward = _StaticForward(runner, buffers, pages, fused.exchanged)
+        self._exchanges = FusedAttention(runner.model, runner.token_to_kv_pool), NarrowLogits(runner.model)
+        self._forward = _StaticForward(runner, buffers, pages, self._exchanged)
+
+    @contextmanager
+    def _exchanged(self) -> Iterator[None]:
+        attention, logits = self._exchanges
+        with attention.exchanged(), logits.exchanged():
+            yield
 
     def verify(self, batch: DecodeBatch, plan: VerifyPlan) -> TargetRows:
         """Forward the rows of a tier."""
