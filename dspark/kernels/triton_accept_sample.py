@@ -31,7 +31,7 @@ from dspark.kernels.triton_accept_greedy import (
     store_result,
 )
 from dspark.kernels.triton_jit import ceil_div, dense, jit, power_of_two, tl
-from dspark.kernels.triton_noise import ACCEPT, RESIDUAL, column_of, exponentials, score_keys, uniforms
+from dspark.kernels.triton_noise import ACCEPT, RESIDUAL, best_score, column_of, exponentials, uniforms
 from dspark.kernels.triton_scan import TILE, TileBuffers, Tiles, load_tiles
 from dspark.types import AcceptResult
 
@@ -74,7 +74,7 @@ def _probability(data, at, top, total, temperature, mask, LOGITS: tl.constexpr):
     """float32 probabilities of the elements ``at``; 0 outside of ``mask``."""
     found = tl.load(data + at, mask=mask, other=0.0).to(tl.float32)
     if LOGITS:
-        found = tl.div_rn(tl.exp(tl.div_rn(found, temperature) - top), total)
+        found = tl.exp(found * tl.div_rn(1.0, temperature) - top) * tl.div_rn(1.0, total)
     return tl.where(mask, found, 0.0)
 
 
@@ -135,8 +135,7 @@ def _winner(
     if tl.max(weights) > 0:
         seed, position = tl.load(rule.seeds + request), tl.load(rule.positions + request)
         noise = exponentials(seed, position, accepted.to(tl.int64), first, RESIDUAL, TILE)
-        scores = score_keys(tl.div_rn(weights, noise), column)
-        keys = tl.max(tl.where(inside, scores, -0x8000000000000000), axis=1)
+        keys = best_score(weights / noise, column, inside, 1)
     return tl.where(left, keys, keys + -0x8000000000000000)
 
 

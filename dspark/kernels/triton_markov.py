@@ -18,8 +18,8 @@ import torch
 from dspark.kernels.accept import race
 from dspark.kernels.philox import Purpose
 from dspark.kernels.triton_jit import INTERPRETED, ceil_div, dense, jit, power_of_two, tl
-from dspark.kernels.triton_noise import DRAFT, column_of, exponentials, score_keys, score_of, value_keys
-from dspark.kernels.triton_scan import TileBuffers, Tiles, join_statistics, load_tiles, tile_statistics
+from dspark.kernels.triton_noise import DRAFT, best_score, best_value, column_of, exponentials, score_keys, score_of
+from dspark.kernels.triton_scan import TileBuffers, Tiles, join_statistics, load_tiles, relative, tile_statistics
 from dspark.types import SamplingRows
 
 TILE = 128  # columns of a program: 16 bytes of W2 a thread and stage, three programs on a multiprocessor
@@ -98,16 +98,15 @@ def _draw(inputs, noise, outputs, tiles, request, tile, TILE: tl.constexpr):
         inside = sampled[:, None] & (column < inputs.vocab)
         logits = outputs.logits + request.to(tl.int64)[:, None] * outputs.logits_stride + column
         temperature = tl.load(noise.temperature + request, mask=known, other=1.0)
-        scaled = tl.div_rn(tl.load(logits, mask=inside, other=-float("inf")), temperature[:, None])
-        top, total = tile_statistics(scaled, 1)
+        values = tl.load(logits, mask=inside, other=-float("inf"))
+        top, total = tile_statistics(values, tl.max(values, axis=1), temperature, 1)
         seed = tl.load(noise.seeds + request, mask=known, other=0)
         position = tl.load(noise.positions + request, mask=known, other=0)
         row = position * 0 + noise.row
         waiting = exponentials(seed, position, row, tile * TILE, DRAFT, TILE)
-        score = tl.div_rn(tl.exp(scaled - tl.where(top == -float("inf"), 0.0, top)[:, None]), waiting)
-        keys = tl.where(inside, score_keys(score, column), -0x8000000000000000)
+        score = relative(values, top[:, None], temperature[:, None]) / waiting
         at = request.to(tl.int64) * tiles.count + tile
-        tl.store(tiles.keys + at, tl.max(keys, axis=1), mask=sampled)
+        tl.store(tiles.keys + at, best_score(score, column, inside, 1), mask=sampled)
         tl.store(tiles.tops + at, top, mask=sampled)
         tl.store(tiles.totals + at, total, mask=sampled)
 
@@ -121,7 +120,7 @@ def _tile_kernel(
     request, column = first + tl.arange(0, ROWS), tile * TILE + tl.arange(0, TILE)
     logits = _biased_logits(inputs, request, column, GATHER, ROWS, TILE, DEPTH)
     known, inside = request < inputs.requests, (column < inputs.vocab)[None, :]
-    keys = tl.max(tl.where(inside, value_keys(logits, column[None, :]), -0x8000000000000000), axis=1)
+    keys = best_value(logits, column[None, :], inside, 1)
     tl.store(tiles.keys + request.to(tl.int64) * tiles.count + tile, keys, mask=known)
     if SAMPLED:
         out = outputs.logits + request.to(tl.int64)[:, None] * outputs.logits_stride + column[None, :]

@@ -4,7 +4,8 @@ Noise has the same bits as the reference; exponentials pass through the device's
 
 A candidate is one int64: value (or race score) in the upper half, in an order of integers, and the complement of its
 column in the lower half. The largest key is the largest value, at the lowest column where values tie, and a maximum
-over tiles and rows of tiles needs no second array and no rule of its own.
+over tiles and rows of tiles needs no second array and no rule of its own. Within a tile, where there are many, both
+halves are compared one after the other: 64-bit integers cost a GPU twice and more.
 """
 
 from __future__ import annotations
@@ -55,12 +56,38 @@ def exponentials(seed, position, row, first_column, PURPOSE: tl.constexpr, TILE:
 
 
 @jit
-def value_keys(value, column):
-    """Keys of any float32 values, as ``torch.argmax`` compares them: -0 equals 0, NaN is the largest."""
+def _largest(order, column, inside, axis: tl.constexpr):
+    """Key of the largest int32 ``order`` along ``axis``, at its lowest column; the least key if nothing is inside."""
+    if inside is not None:
+        order = tl.where(inside, order, -0x80000000)
+    best = tl.max(order, axis=axis)
+    first = tl.min(tl.where(order == tl.expand_dims(best, axis), column, 0x7FFFFFFF), axis=axis)
+    return (best.to(tl.int64) << 32) | (first.to(tl.int64) ^ _LOW)
+
+
+@jit
+def best_value(value, column, inside, axis: tl.constexpr):
+    """Key of the largest float32 along ``axis``, as ``torch.argmax`` compares: -0 equals 0, NaN is the largest.
+
+    Args: value: [..., TILE]. column: int32. inside: bool, those that count; None: all, or those that do not are -inf in
+    higher columns than some that do. Both broadcast with ``value``.
+    """
     bits = (value + 0.0).to(tl.int32, bitcast=True)
     order = tl.where(bits < 0, bits ^ 0x7FFFFFFF, bits)
-    order = tl.where(value != value, _NAN_KEY, order)
-    return (order.to(tl.int64) << 32) | (column.to(tl.int64) ^ _LOW)
+    return _largest(tl.where(value != value, _NAN_KEY, order), column, inside, axis)
+
+
+@jit
+def best_score(score, column, inside, axis: tl.constexpr):
+    """Key of the largest float32 score along ``axis``; scores are not negative, and neither is the key of one."""
+    return _largest(score.to(tl.int32, bitcast=True), column, inside, axis)
+
+
+@jit
+def value_of(key):
+    """The float32 value of a key of ``best_value``."""
+    order = (key >> 32).to(tl.int32)
+    return tl.where(order < 0, order ^ 0x7FFFFFFF, order).to(tl.float32, bitcast=True)
 
 
 @jit

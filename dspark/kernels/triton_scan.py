@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import torch
 
 from dspark.kernels.triton_jit import ceil_div, dense, jit, power_of_two, tl
-from dspark.kernels.triton_noise import column_of, value_keys
+from dspark.kernels.triton_noise import best_value, column_of, value_of
 
 TILE = 4096
 
@@ -57,11 +57,20 @@ class _Found(NamedTuple):
 
 
 @jit
-def tile_statistics(scaled, axis: tl.constexpr):
-    """Largest value and sum of exponentials relative to it along ``axis``; -inf and 0 if there is nothing but -inf."""
-    top = tl.max(scaled, axis=axis)
+def relative(values, top, temperature):
+    """exp(values / temperature - top). One division for all values: the others would take most of the time."""
     finite = tl.where(top == -float("inf"), 0.0, top)
-    return top, tl.sum(tl.exp(scaled - tl.expand_dims(finite, axis)), axis=axis)
+    return tl.exp(values * tl.div_rn(1.0, temperature) - finite)
+
+
+@jit
+def tile_statistics(values, largest, temperature, axis: tl.constexpr):
+    """Largest of values / temperature and the sum of exponentials relative to it; -inf and 0 if all are -inf.
+
+    Args: values: [..., TILE]. largest: their maximum along ``axis``, the last. temperature: shaped like ``largest``.
+    """
+    top = tl.div_rn(largest, temperature)
+    return top, tl.sum(relative(values, tl.expand_dims(top, axis), tl.expand_dims(temperature, axis)), axis=axis)
 
 
 @jit
@@ -92,14 +101,14 @@ def _scan_kernel(logits, tiles, SCALED: tl.constexpr, PACKED: tl.constexpr, WIND
     inside = column < logits.vocab
     start = logits.data + row.to(tl.int64) * logits.row_stride
     values = tl.load(start + column.to(tl.int64) * logits.step, mask=inside, other=-float("inf")).to(tl.float32)
-    keys = tl.where(inside, value_keys(values, column), -0x8000000000000000)
+    key = best_value(values, column, None, 0)
     at = row.to(tl.int64) * tiles.count + tile
-    tl.store(tiles.keys + at, tl.max(keys, axis=0))
+    tl.store(tiles.keys + at, key)
     if SCALED:
         request = row // WINDOW
         if PACKED:
             request = tl.load(logits.request + row).to(tl.int32)
-        top, total = tile_statistics(tl.div_rn(values, tl.load(logits.temperature + request)), 0)
+        top, total = tile_statistics(values, value_of(key), tl.load(logits.temperature + request), 0)
         tl.store(tiles.tops + at, top)
         tl.store(tiles.totals + at, total)
 

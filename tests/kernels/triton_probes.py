@@ -3,7 +3,15 @@
 from __future__ import annotations
 
 from dspark.kernels.triton_jit import jit, tl
-from dspark.kernels.triton_noise import column_of, exponentials, score_keys, score_of, uniforms, value_keys
+from dspark.kernels.triton_noise import (
+    best_score,
+    best_value,
+    column_of,
+    exponentials,
+    score_of,
+    uniforms,
+    value_of,
+)
 
 
 @jit
@@ -28,12 +36,13 @@ def uniform_kernel(seed_ptr, position_ptr, out_ptr, rows, PURPOSE: tl.constexpr,
 
 @jit
 def argmax_kernel(values_ptr, token_ptr, SCORES: tl.constexpr, N: tl.constexpr):
-    """Column of the largest of [N] values; the winner's score, read from its key, goes to the first value."""
+    """Column of the largest of [N] values; the winner itself, read from its key, goes to the first value."""
     column = tl.arange(0, N)
     values = tl.load(values_ptr + column)
     if SCORES:
-        keys = score_keys(values, column)
-        tl.store(values_ptr, score_of(tl.max(keys, axis=0)))
+        key = best_score(values, column, None, 0)
+        tl.store(values_ptr, score_of(key))
     else:
-        keys = value_keys(values, column)
-    tl.store(token_ptr, column_of(tl.max(keys, axis=0)))
+        key = best_value(values, column, column < N, 0)
+        tl.store(values_ptr, value_of(key))
+    tl.store(token_ptr, column_of(key))
