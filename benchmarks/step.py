@@ -3,8 +3,8 @@
     python -m benchmarks.step --target TARGET --draft DRAFT --model smollm2 --batches 1,8,32 --out step_h200.json
 
 Each arm has a server of its own. A cell sends ``batch`` greedy requests at once, ``--repeats`` times, all tokens
-ignoring EOS, after a round that nobody times. Step time = (wall time - wall time of the same requests with one token) /
-verify steps of the slowest request. ``--profile N`` then traces N steps of every cell twice, on a GPU only: GPU busy
+ignoring EOS, after a round that nobody times. Step time = (wall time - median wall time of the same requests with one
+token) / verify steps of the slowest request. ``--profile N`` then traces N steps of every cell twice, on a GPU only: GPU busy
 share, time between kernels, launches and waits per step. ``--rows "1:1,2,4,8;128:256,1024"`` pins the verified rows of
 the compact arm at these batches. Medians and ranges are printed with their ratios; the last line is JSON.
 """
@@ -86,7 +86,7 @@ def prompts_of(batch: int, repeat: int) -> list[list[int]]:
 
 def cell(args: argparse.Namespace, server: ServerProcess, arm: str, batch: int, temperature: float) -> dict[str, Any]:
     """One batch size: repeated rounds on different prompts."""
-    step_ms, rates, lengths = [], [], []
+    rounds, firsts = [], []
     for repeat in range(args.repeats + 1):
         prompts = prompts_of(batch, repeat)
         server.flush_cache()
@@ -94,9 +94,12 @@ def cell(args: argparse.Namespace, server: ServerProcess, arm: str, batch: int, 
         server.flush_cache()
         seconds, steps = round_of(server, prompts, args.tokens, temperature)
         if repeat:  # the first round warms up
-            step_ms.append((seconds - first) / steps * 1e3)
-            rates.append(batch * (args.tokens - 1) / (seconds - first))
-            lengths.append((args.tokens - 1) / steps)
+            rounds.append((seconds, steps))
+            firsts.append(first)
+    prefill = statistics.median(firsts)
+    step_ms = [(seconds - prefill) / steps * 1e3 for seconds, steps in rounds]
+    rates = [batch * (args.tokens - 1) / (seconds - prefill) for seconds, _ in rounds]
+    lengths = [(args.tokens - 1) / steps for _, steps in rounds]
     row = {"model": args.model, "batch": batch, "arm": arm.split("-")[0], "mode": _mode(arm)}
     row |= {"accept_length": statistics.median(lengths), "temperature": temperature}
     row |= {"step_ms": statistics.median(step_ms), "step_ms_range": [min(step_ms), max(step_ms)]}
@@ -114,8 +117,7 @@ def cell(args: argparse.Namespace, server: ServerProcess, arm: str, batch: int, 
 
 def profile(args: argparse.Namespace, server: ServerProcess, batch: int, row: dict[str, Any]) -> dict[str, Any]:
     """What two traces say of the cell of ``row``: without CPU activities the times, with them the counts."""
-    steps = 3 * args.profile + 1.5e3 * traces.DELAY_SECONDS / row["step_ms"]
-    tokens, temperature = int(steps * row["accept_length"]), row["temperature"]
+    tokens, temperature = traces.tokens_for(args.profile, row), row["temperature"]
     shown: dict[str, Any] = {}
     for with_cpu in (False, True):
         server.flush_cache()

@@ -40,8 +40,7 @@ def measure(args: argparse.Namespace, arm: str) -> dict[str, Any]:
     with step.start(args, arm) as server:
         print(file=sys.stderr)
         row = step.cell(args, server, arm, 1, 0.0)
-        steps = 3 * args.steps + 1.5e3 * traces.DELAY_SECONDS / row["step_ms"]
-        tokens = int(steps * row["accept_length"])
+        tokens = traces.tokens_for(args.steps, row)
         server.flush_cache()
         trace = traces.record(
             server, lambda: step.round_of(server, step.prompts_of(1, 99), tokens, 0.0), args.steps, with_cpu=False

@@ -21,6 +21,8 @@ from dspark.demo.server import ServerProcess
 from dspark.errors import HostError
 
 STEP_RANGE = "dspark: decode step"  # set by the worker while a profiler runs
+MOST_TOKENS = 8  # of a step
+HOPELESS = 1.05  # accept length up to which no block is ever accepted: dummy weights, or no speculation
 DELAY_SECONDS = 0.5  # from the start of the work to that of the profile: prefill is over by then
 _ON_GPU = ("kernel", "gpu_memcpy", "gpu_memset")
 _CALLS = ("cuda_runtime", "cuda_driver")
@@ -91,6 +93,15 @@ class Trace:
             {"name": name[:160], "launches": launches[name] / self.steps, "us": spent / self.steps * 1e3}
             for name, spent in total.most_common(count)
         ]
+
+
+def tokens_for(steps: int, row: dict[str, Any]) -> int:
+    """Tokens of a request that outlives a trace of ``steps`` steps, given its cell of ``benchmarks.step``.
+
+    Text may turn repetitive after a while, and blocks are then accepted whole.
+    """
+    needed = 3 * steps + 1.5e3 * DELAY_SECONDS / row["step_ms"]
+    return int(needed * (MOST_TOKENS if row["accept_length"] > HOPELESS else 1))
 
 
 def record(server: ServerProcess, work: Callable[[], Any], steps: int, with_cpu: bool) -> Trace:
