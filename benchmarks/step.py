@@ -4,9 +4,9 @@
 
 Each arm has a server of its own. A cell sends ``batch`` greedy requests at once, ``--repeats`` times, all tokens
 ignoring EOS, after a round that nobody times. Step time = (wall time - median wall time of the same requests with one
-token) / verify steps of the slowest request. ``--profile N`` then traces N steps of every cell twice, on a GPU only: GPU busy
-share, time between kernels, launches and waits per step. ``--rows "1:1,2,4,8;128:256,1024"`` pins the verified rows of
-the compact arm at these batches. Medians and ranges are printed with their ratios; the last line is JSON.
+token) / verify steps of the slowest request. ``--profile N`` then traces N steps of every cell twice, on a GPU only:
+GPU busy share, time between kernels, launches and waits per step. ``--rows "1:1,2,4,8;128:256,1024"`` pins the verified
+rows of the compact arm at these batches. Medians and ranges are printed with their ratios; the last line is JSON.
 """
 
 from __future__ import annotations
