@@ -39,7 +39,7 @@ def slot_ladder(max_requests: int) -> list[int]:
 
 
 def thinned(ladder: list[int]) -> list[int]:
-    """The last entry, and of the others those that are a third or more below the next one kept: a coarser ladder."""
+    """The last entry, and of the others those that are a quarter or more below the next one kept: a coarser ladder."""
     kept = ladder[-1:]
     for size in reversed(ladder):
         if 3 * kept[0] >= 4 * size:

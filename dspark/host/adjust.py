@@ -41,6 +41,7 @@ def take(req: Any) -> None:
     if params.min_new_tokens > 0:  # the stop tokens that the host holds back
         stop |= set(params.stop_token_ids or ()) | set(req.tokenizer.additional_stop_token_ids or ())
         stop |= {req.tokenizer.eos_token_id} - {None}
+        stop = {token for token in stop if 0 <= token < req.vocab_size}  # no other can be generated
     adjust = Adjust(
         float(params.frequency_penalty),
         float(params.presence_penalty),

@@ -31,6 +31,9 @@ def _invalid(req: Any) -> str | None:
         return f"found sampling_seed={seed!r}; required is an integer"
     if top_k > _MAX_TOP_K:
         return f"found top_k={top_k}; required is at most {_MAX_TOP_K}, or -1 for all tokens"
+    for token, value in (req.sampling_params.logit_bias or {}).items():
+        if isinstance(value, bool) or not isinstance(value, int | float):
+            return f"found logit_bias {value!r} for token {token}; required are numbers"
     ids = req.origin_input_ids
     if len(ids) and req.multimodal_inputs is None and (min(ids) < 0 or max(ids) >= req.vocab_size):
         wrong = next(token for token in ids if not 0 <= token < req.vocab_size)

@@ -96,13 +96,15 @@ class StepExtras:
         output.next_token_logprobs = values
         for name in ("next_token_top_logprobs", "next_token_token_ids_logprobs"):
             for part_name in (f"{name}_val", f"{name}_idx"):
-                setattr(output, part_name, self._spread(getattr(found, part_name), requests, window))
+                # The host reads all of them as tensors but the ids that requests have named themselves.
+                nothing: object = [] if part_name == "next_token_token_ids_logprobs_idx" else torch.empty(0)
+                setattr(output, part_name, self._spread(getattr(found, part_name), requests, window, nothing))
 
-    def _spread(self, found: list | None, requests: int, window: int) -> list | None:
-        """One entry per place of every request, empty where nothing was asked for: the host reads all as tensors."""
+    def _spread(self, found: list | None, requests: int, window: int, nothing: object) -> list | None:
+        """One entry per place of every request, ``nothing`` where nothing was asked for."""
         if not found:
             return None
-        spread: list = [torch.empty(0)] * (requests * window)
+        spread: list = [nothing] * (requests * window)
         for number, request in enumerate(self._chosen):
             for place in range(window):
                 entry = found[number * window + place]

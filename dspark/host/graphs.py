@@ -35,7 +35,7 @@ logger = logging.getLogger("dspark")
 _DISTRIBUTION_SHARE = 0.25  # of the free memory, at most, for the distributions of the drafts
 _LOGITS_SHARE = 0.125  # the same for the logits that a forward leaves for its tail
 _TIMED_CONTEXT = 512  # tokens of each request while tiers are timed
-_KINDS: tuple[Sampling, ...] = ("greedy", "sampled", "general")
+_KINDS: tuple[Sampling, ...] = ("greedy", "sampled")  # of the graphs that hold a whole step
 
 
 class StepGraphs:
@@ -93,15 +93,19 @@ class StepGraphs:
         self.buffers.stage(one, one, one, 0)
         compile_kernels(self._spec.vocab_size, self._adjust.table)  # launches outside of graphs: not in a first request
         started, before = time.monotonic(), _free_bytes(self._device)
-        jobs = list(self._jobs())
+        jobs, tails = list(self._jobs()), list(self._tails())
+        progress = partial(tqdm, desc="dspark: capturing graphs", disable=self._device.type == "cpu")
         with _capturing(self._device):
-            for key, function in tqdm(jobs, desc="dspark: capturing graphs", disable=self._device.type == "cpu"):
+            for key, function in progress(jobs):
                 self._graphs.capture(key, function)
-                if key[0] == "forward" and self._device.type == "cuda":
-                    self._graphs.replay(key)  # the tail is run once before it is captured, on a plan that exists
+        with _capturing(self._device):  # collectives of a graph have their addresses only once its context was left
+            for (name, split), function in progress(tails):
+                if self._device.type == "cuda":
+                    self._graphs.replay(("forward", split))  # a tail is run before its capture, on a plan that exists
+                self._graphs.capture((name, split), function)
         logger.info(
             "dspark: %d graphs (%d tiers of 1 to %d rows, batches to %d) in %.1f s and %.2f GiB",
-            len(jobs), len(self._tiers), self._tiers[-1], self._slots[-1], time.monotonic() - started,
+            len(jobs) + len(tails), len(self._tiers), self._tiers[-1], self._slots[-1], time.monotonic() - started,
             (before - _free_bytes(self._device)) / 2**30,
         )  # fmt: skip
         if self._device.type == "cuda":
@@ -124,7 +128,7 @@ class StepGraphs:
             self._tiers = worth_keeping(verify)
             self.pruned = sorted(verify.keys() - set(self._tiers))
             for tier in self.pruned:
-                for kind in _KINDS[:2]:
+                for kind in _KINDS:
                     self._graphs.discard(("verify", tier, kind))
         logger.info(
             "dspark: graphs timed in %.1f s; verify ms by rows: %s; no cheaper than the next and dropped: %s",
@@ -154,31 +158,51 @@ class StepGraphs:
 
     def _jobs(self) -> Iterator[tuple[Any, Any]]:
         static = self._static
-        for kind in _KINDS[:2]:
+        for kind in _KINDS:
             for slots in reversed(self._slots):  # first: they say in which form verification finds the distributions
                 yield ("draft", slots, kind), lambda slots=slots, kind=kind: static.draft(slots, kind)
                 yield ("plain", slots, kind), lambda slots=slots, kind=kind: static.plain(slots, kind)
             for tier in reversed(self._tiers):
                 yield ("verify", tier, kind), lambda tier=tier, kind=kind: static.verify(tier, kind)
-        splits = [(True, tier) for tier in reversed(self._split_tiers)]  # the most rows first
-        for split in splits + [(False, slots) for slots in reversed(self._split_slots)]:
+        for split in self._splits():
             yield ("forward", split), lambda split=split: static.forward(split)
-            yield ("tail", split), lambda split=split: static.tail(split)
+
+    def _tails(self) -> Iterator[tuple[Any, Any]]:
+        for split in self._splits():
+            yield ("tail", split), lambda split=split: self._static.tail(split)
+
+    def _splits(self) -> list[Split]:
+        """The most rows first: the first one makes the buffers that all share."""
+        drafted, plain = [(True, tier) for tier in self._split_tiers], [(False, slots) for slots in self._split_slots]
+        return sorted(drafted + plain, key=lambda split: split[1], reverse=True)
 
     @property
     def tiers(self) -> list[int]:
         """Row counts of the verify graphs."""
         return self._tiers
 
+    @property
+    def ladder(self) -> list[int]:
+        """Row counts that were captured, before those that buy nothing were dropped: the same at every start."""
+        return sorted([*self._tiers, *self.pruned])
+
     def refusal(self, batch: ScheduleBatch, budget: StepBudget, kind: Sampling) -> str | None:
         """Why a step has to run eagerly; None if it can be replayed."""
         if len(batch.reqs) > self.buffers.slots:
             return "batch larger than any graph"
-        if kind == "general" and self._most_split(budget.draft) < (budget.tier if budget.draft else len(batch.reqs)):
+        if kind == "general" and self._split_rows(budget, len(batch.reqs)) > self._most_split(budget.draft):
             return "general step larger than any graph"
         if self._full_windows and budget.draft and budget.packed:
             return "pinned budget in cap-accept"
         return None
+
+    @staticmethod
+    def _split_rows(budget: StepBudget, count: int) -> int:
+        """Rows that a step of the general kind needs: R + K, not those of a tier of another ladder."""
+        if not budget.draft:
+            return count
+        assert isinstance(budget.drafts, int)
+        return count + budget.drafts if budget.packed else budget.tier
 
     def _most_split(self, draft: bool) -> int:
         return max(self._split_tiers if draft else self._split_slots, default=0)
@@ -201,7 +225,7 @@ class StepGraphs:
         if budget.draft:
             self._graphs.replay(("draft", slots, "sampled" if general else kind))
             self._read_done()
-            rows = smallest_at_least(self._split_tiers if general else self._tiers, budget.tier)
+            rows = smallest_at_least(self._tiers, budget.tier) if not general else self._split_tier(budget, count)
             key = ("verify", rows, kind)
             output = self._split((True, rows), count, extras) if general else self._graphs.replay(key)
             slots = self._static.slots_of(rows)
@@ -214,6 +238,9 @@ class StepGraphs:
         self.timer.stop((budget.draft, general, rows))
         return self._outcome(output.clone(), slots, count, budget), rows
 
+    def _split_tier(self, budget: StepBudget, count: int) -> int:
+        return smallest_at_least(self._split_tiers, self._split_rows(budget, count))
+
     def _split(self, split: Split, count: int, extras: StepExtras | None) -> torch.Tensor | None:
         """Forward and tail of a step of the general kind, and what the host has to do around the forward."""
         window = self._spec.window if split[0] else 1
@@ -224,7 +251,8 @@ class StepGraphs:
             plan, rows = self._static.left_by_forward(split)
             assert plan.packed is not None
             extras.mask(rows.logits, plan.packed, window)
-            extras.keep(rows.logits, plan.packed.index[:count])
+            # Without a draft a window has one row, but the outcome still has a place for each token of a full one.
+            extras.keep(rows.logits, plan.packed.index[:count].expand(count, self._spec.window))
         return self._graphs.replay(("tail", split))
 
     def _outcome(self, flat: torch.Tensor, slots: int, count: int, budget: StepBudget) -> StepOutcome:
@@ -251,7 +279,8 @@ class StepGraphs:
             for (draft, general, rows), (count, total) in self.timer.seconds.items()
         ]
         captured = {name: {size: s * 1e3 for size, s in found.items()} for name, found in self.seconds.items()}
-        return {"tiers": self._tiers, "pruned": self.pruned, "captured_ms": captured, "steps": steps}
+        found = {"tiers": self._tiers, "pruned": self.pruned, "captured_ms": captured}
+        return found | {"steps": steps, "unread_steps": self.timer.unread}
 
     def _read_done(self) -> None:
         """From here on the step does not read the slot table: the scheduler may reserve for the next one."""

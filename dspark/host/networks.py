@@ -114,7 +114,6 @@ class HostTargetNet:
         self._host_batch: ScheduleBatch | None = None
         self._extras: StepExtras | None = None
         self.output: LogitsProcessorOutput | None = None
-        self.used_graph = False
 
     def bind(self, host_batch: ScheduleBatch, extras: StepExtras | None = None) -> None:
         """Name the host's batch that the next forward belongs to, and what its requests want of it."""
@@ -141,7 +140,7 @@ class HostTargetNet:
             host.seq_lens_cpu, host.seq_lens_sum = _host_lengths(host, window)
         if self._extras is not None:
             self._extras.drafted(plan.tokens)
-        forward_batch, self.used_graph = verify.prepare_for_verify(host, self._worker)
+        forward_batch, _ = verify.prepare_for_verify(host, self._worker)
         result = self._worker.forward_batch_generation(
             batch=None, forward_batch=forward_batch, is_verify=True, skip_attn_backend_init=True
         )

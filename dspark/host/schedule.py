@@ -134,6 +134,7 @@ def build_scheduler(
     *,
     slots: int,
     graph_tiers: list[int] | None,
+    graph_ladder: list[int] | None = None,
 ) -> BudgetScheduler:
     """The budget scheduler of a worker.
 
@@ -142,11 +143,13 @@ def build_scheduler(
         table: what ``load_files`` found.
         slots: request rows of the host's pool, which bounds a batch.
         graph_tiers: rows of the captured verify graphs, if packed rows must be padded to one of them.
+        graph_ladder: what they were before some were dropped, by which a table knows its deployment; None: the same.
     """
     mode = settings.resolved_mode(spec.has_confidence)
     captured = None if graph_tiers is None else np.array(graph_tiers, dtype=np.int64)
     ladder = tier_ladder(int(server_args.max_running_requests), spec.window) if captured is None else captured
-    model = None if mode == "static" else cost_model(server_args, spec, table, ladder)
+    nominal = ladder if graph_ladder is None else np.array(graph_ladder, dtype=np.int64)
+    model = None if mode == "static" else cost_model(server_args, spec, table, nominal)
     costs = None if model is None else TierCosts(model, ladder, spec.gamma)
     if costs is None and settings.slo_step_ms is not None:
         logger.warning("dspark: %s has no effect: nothing is scheduled", SLO_VARIABLE)

@@ -151,6 +151,7 @@ class DSparkWorker(BaseSpecWorker):
             self._cost_table,
             slots=self.model_runner.req_to_token_pool.req_to_token.shape[0],
             graph_tiers=None if self._graphs is None else self._graphs.tiers,
+            graph_ladder=None if self._graphs is None else self._graphs.ladder,
         )
         logger.info("dspark: step times from %s", self._budgets.cost_source or "no table: full windows")
 

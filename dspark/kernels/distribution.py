@@ -2,7 +2,8 @@
 
 A row is kept as its logits with two statistics (``top``, the largest of logits / temperature, and ``total``, the sum of
 exp(logits / temperature - top)) instead of as probabilities: the one writes and reads a [rows, V] array less, and the
-rule of acceptance needs a whole row only where a chain ends. Where filters were applied, rows are probabilities.
+rule of acceptance needs a whole row only where a chain ends. What filters remove is -inf. Heads that draw in torch
+leave probabilities.
 
 Logits are float32: bfloat16 would halve them, but would round a logit near 20 by up to 0.06, which the acceptance
 would feel; the statistics are a maximum and a sum instead of their logarithm, which near 20 is only good to 1e-6.

@@ -2,7 +2,7 @@
 
 ``draft`` reads the staged batch and leaves a block behind; ``verify`` picks it up. ``plain`` is a step without a draft.
 Where a request of the batch asks for more than a temperature, ``verify`` is two graphs, ``forward`` and ``tail``, and
-``plain`` is ``plain_forward`` and ``tail``: the target is captured once for all of these kinds, and the host may look
+``plain`` is another ``forward`` and ``tail``: the target is captured once for all of these kinds, and the host may look
 at the drafts and write to the logits in between.
 
 All of them run the calls of :class:`dspark.worker.step.DecodeStep`, as an eager step does; what differs is that

@@ -22,11 +22,16 @@ from tests.reference.decode import ReferenceDecoder
 def cap_server(
     target: Path, plain_answers: dict[str, Any], tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[ServerProcess]:
-    """cap-accept, synchronous; plain decoding looks cheap for one request and hopeless for two or more."""
+    """cap-accept, synchronous, on the padded step (pinned steps are eager); plain decoding looks cheap for one request
+    and hopeless for two or more."""
     plain = {"plain_probes": [1, 2], "plain_seconds": [0.001, 10.0]}
     flags = ["--disable-overlap-schedule", "--max-running-requests", "8"]
     flags += cost_table(tmp_path_factory.mktemp("cap"), **plain)
-    env = {"SGLANG_RAGGED_VERIFY_MODE": "cap-accept", "SGLANG_DSPARK_DEBUG_DUMP": "reqs"}
+    env = {
+        "SGLANG_RAGGED_VERIFY_MODE": "cap-accept",
+        "SGLANG_DSPARK_DEBUG_DUMP": "reqs",
+        "SGLANG_DSPARK_STATIC_STEP": "1",
+    }
     with serve(target, *DSPARK, *flags, **env) as server:
         yield server
 
@@ -66,3 +71,18 @@ def test_drafting_resumes_as_if_it_had_never_stopped(cap_server: ServerProcess, 
     for got, want in resumed:
         assert (got["position"], got["drafts"], got["committed"]) == (want.position, want.drafts, want.committed)
         assert got["verify_len"] == got["forwarded_rows"] == 8
+
+
+def test_logprobs_of_a_request_that_is_decoded_plainly(cap_server: ServerProcess, target: Path) -> None:
+    """Its windows have one row, its outcome has a place for every token of a full one."""
+    ids = AutoTokenizer.from_pretrained(target)("Water boils at a temperature of")["input_ids"]
+    rid = f"plain-logprobs-{time.time()}"
+    params = {"temperature": 0, "max_new_tokens": 24, "ignore_eos": True}
+    required = cap_server.generate(ids, sampling_params=params)["output_ids"]
+    answer = cap_server.generate(ids, rid=rid, sampling_params=params, return_logprob=True, top_logprobs_num=2)
+    assert any(not step["draft"] for step in steps_of(cap_server, rid))
+    assert answer["output_ids"] == required
+    found = answer["meta_info"]["output_token_logprobs"]
+    assert [token for _, token, _ in found] == required
+    best = answer["meta_info"]["output_top_logprobs"]
+    assert all(0 >= own[0] == top[0][0] >= top[1][0] for own, top in zip(found, best, strict=True))

@@ -22,6 +22,7 @@ def request(prompt: int = 3, output: tuple[int, ...] = (), **params: Any) -> Sim
         tokenizer=tokenizer,
         origin_input_ids=[1] * prompt,
         output_ids=list(output),
+        vocab_size=VOCAB,
     )
 
 
@@ -44,7 +45,7 @@ def test_the_host_sees_a_request_without_its_adjustments() -> None:
 def test_a_row_holds_what_its_request_asks_for_and_has_said() -> None:
     """Also when it was prefilled again after a retraction; the minimum is a length, prompt included."""
     table = AdjustRows(4, VOCAB, "cpu")
-    req = request(prompt=6, output=(4, 4, 9), presence_penalty=1.0, min_new_tokens=8, stop_token_ids=[3])
+    req = request(prompt=6, output=(4, 4, 9), presence_penalty=1.0, min_new_tokens=8, stop_token_ids=[3, 99, -1])
     req.sampling_params.logit_bias = {"7": 2.0, "0": -1.0}
     take(req)
     plain = request()

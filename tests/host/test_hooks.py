@@ -44,3 +44,12 @@ def test_a_refused_request_loses_what_it_was_refused_for() -> None:
     assert params.sampling_seed is None
     assert req.custom_logit_processor is None
     assert refusal(req) is None
+
+
+@pytest.mark.parametrize("value", ["much", None, True, [1.0]])
+def test_a_bias_that_is_no_number_is_refused(value: object) -> None:
+    """The host checks the tokens only, and a conversion inside the scheduler would end it."""
+    req = SimpleNamespace(sampling_params=SamplingParams(logit_bias={"7": value}), origin_input_ids=[1], vocab_size=10)
+    req.multimodal_inputs = req.lora_id = req.input_embeds = req.custom_logit_processor = None
+    req.return_hidden_states = req.return_logprob = False
+    assert "logit_bias" in str(refusal(req))
