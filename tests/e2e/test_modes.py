@@ -41,7 +41,7 @@ def test_cap_accept_is_lossless_and_shows_the_ceiling(cap_server: ServerProcess,
     answers = run_all(cap_server, jobs, at_once=8)
     assert answers == {job.name: plain_answers[job.name] for job in jobs}
     drafted = [step for step in record(cap_server)["steps"] if step["draft"] and len(step["requests"]) > 1]
-    assert all(step["forwarded_rows"] == 8 * len(step["requests"]) for step in drafted)
+    assert all(step["forwarded_rows"] >= 8 * len(step["requests"]) for step in drafted)  # padded to a tier
     rows = [one for step in drafted for one in step["requests"]]
     assert all(len(one["committed"]) == min(one["ceiling"], one["verify_len"]) for one in rows)
     assert sum(one["ceiling"] for one in rows) > sum(len(one["committed"]) for one in rows), "nothing was cut"
