@@ -41,10 +41,10 @@ def test_captured_steps_find_the_parameters_by_row() -> None:
 
 
 def test_greedy_steps_need_no_parameters_but_their_class() -> None:
-    table = RequestTable(6, "cpu", 0, class_of=lambda temperature: int(temperature < 0.5))
+    table = RequestTable(6, "cpu", 0, 32, class_of=lambda temperature: int(temperature < 0.5))
     table.write(prefill(1, 3, temperature=0.0))
     found = table.static_sampling(torch.tensor([3, 1, 0]), "greedy")
     assert found.greedy.tolist() == [True] * 3
     assert found.calibration is not None
     assert found.calibration.tolist() == [1] * 3
-    assert RequestTable(6, "cpu", 0).static_sampling(torch.tensor([3]), "greedy").calibration is None
+    assert RequestTable(6, "cpu", 0, 32).static_sampling(torch.tensor([3]), "greedy").calibration is None
