@@ -16,26 +16,29 @@ Ending = Literal["answer", "disconnect", "abort", "refused"]
 STOPS = [" the", "\n", ".", ", and", " you"]
 TEXTS = 8
 REFUSED: list[dict[str, Any]] = [
-    {"return_logprob": True},
     {"return_hidden_states": True},
     {"input_ids": [1, -3]},
     {"input_ids": [1, 1 << 30, 5]},
     *(
         {"sampling_params": {"max_new_tokens": 4} | wrong}
         for wrong in (
-            {"json_schema": '{"type": "object"}'},
-            {"regex": "a+"},
-            {"ebnf": 'root ::= "a"'},
-            {"frequency_penalty": 0.5},
-            {"presence_penalty": 0.5},
-            {"repetition_penalty": 1.2},
-            {"min_new_tokens": 2},
             {"sampling_seed": "x"},
             {"top_k": 10**10},
             {"temperature": -1.0},
         )
     ),
 ]
+
+SHAPED: list[dict[str, Any]] = [
+    {"frequency_penalty": 0.5},
+    {"presence_penalty": 0.5},
+    {"repetition_penalty": 1.2},
+    {"min_new_tokens": 2},
+    {"json_schema": '{"type": "object"}'},
+    {"regex": "[a-z]+"},
+    {"ebnf": 'root ::= "a" | "b" root'},
+]
+"""What the host of a step has to do more for than for a temperature."""
 
 
 @dataclass(frozen=True)
@@ -62,7 +65,8 @@ class Request:
     def kinds(self) -> list[str]:
         """Everything that is special about it, for the report."""
         params = self.payload.get("sampling_params", self.payload)
-        named = ("top_p", "top_k", "min_p", "sampling_seed", "logit_bias", "stop", "stop_token_ids", "ignore_eos")
+        named = ["top_p", "top_k", "min_p", "sampling_seed", "logit_bias", "stop", "stop_token_ids", "ignore_eos"]
+        named += [name for shape in SHAPED for name in shape]
         found = [self.ending, "stream" if self.streamed else "whole", *(name for name in named if name in params)]
         greedy = params.get("temperature") == 0
         return [*found, "greedy" if greedy else "sampled", "chat" if "messages" in self.payload else "native"]
@@ -107,6 +111,8 @@ class RequestSource:
             return self._chat(rid)
         params = self._params()
         payload = {"rid": rid, "input_ids": self._prompt(), "sampling_params": params, "stream": draw.random() < 0.5}
+        if draw.random() < 0.1:
+            payload |= {"return_logprob": True, "top_logprobs_num": draw.randint(0, 3)}
         if chance < 0.23:
             params |= {"ignore_eos": True, "max_new_tokens": self._max_new}
             return Request(rid, "/generate", payload | {"stream": True}, "disconnect", draw.randint(1, 8))
@@ -137,6 +143,8 @@ class RequestSource:
                 params["sampling_seed"] = draw.getrandbits(40)
         if draw.random() < 0.1:
             params["logit_bias"] = {str(draw.choice(self._texts[0])): round(draw.uniform(-5, 5), 1)}
+        if draw.random() < 0.15:
+            params |= draw.choice(SHAPED)
         if draw.random() < 0.15:
             params["stop"] = draw.sample(STOPS, 2)
         if draw.random() < 0.05:
