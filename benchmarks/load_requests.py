@@ -33,7 +33,7 @@ SHAPED: list[dict[str, Any]] = [
     {"frequency_penalty": 0.5},
     {"presence_penalty": 0.5},
     {"repetition_penalty": 1.2},
-    {"min_new_tokens": 2},
+    {"min_new_tokens": 1},
     {"json_schema": '{"type": "object"}'},
     {"regex": "[a-z]+"},
     {"ebnf": 'root ::= "a" | "b" root'},
