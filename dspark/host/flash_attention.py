@@ -12,8 +12,6 @@ import torch
 from sglang.srt.layers.radix_attention import AttentionType
 from sglang.srt.mem_cache.memory_pool import KVWriteLoc
 
-from dspark.kernels.triton_pack import window_offsets
-
 Spans = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 """What ``window_offsets`` finds: [S + 1] offsets of rows, [S] keys, [S + 1] offsets of keys, int32."""
 
@@ -25,29 +23,16 @@ class RowAttention:
     (sliding windows, cross attention, scaled KV, sinks).
     """
 
-    def __init__(
-        self,
-        host: Any,
-        lens: torch.Tensor,
-        lengths: torch.Tensor,
-        pages: torch.Tensor,
-        window: int,
-        spans: Spans | None = None,
-    ) -> None:
+    def __init__(self, host: Any, spans: Spans, pages: torch.Tensor, window: int) -> None:
         """Args:
         host: the ``FlashAttentionBackend`` of the model.
-        lens: [S] int32 rows of each request. lengths: [S] int64 its tokens before the forward.
+        spans: of the rows and the keys of S requests.
         pages: [S, width] int32 KV slots.
         window: most rows of a request.
-        spans: if known already.
         """
         from sglang.srt.layers.attention.flashattention_backend import FlashAttentionMetadata
 
         self._host, self._pages, self._window = host, pages, window
-        if spans is None:
-            offsets, key_offsets = lens.new_empty((2, lens.shape[0] + 1))
-            spans = offsets, torch.empty_like(lens), key_offsets
-            window_offsets(lens, lengths, *spans)
         self._offsets, self._keys, key_offsets = spans
         self._plans: dict[tuple[Any, ...], torch.Tensor] = {}  # by geometry of the layer
         metadata = FlashAttentionMetadata()

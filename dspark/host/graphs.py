@@ -225,21 +225,24 @@ class StepGraphs:
         if budget.draft:
             self._graphs.replay(("draft", slots, "sampled" if general else kind))
             self._read_done()
-            rows = smallest_at_least(self._tiers, budget.tier) if not general else self._split_tier(budget, count)
-            key = ("verify", rows, kind)
-            output = self._split((True, rows), count, extras) if general else self._graphs.replay(key)
+            if general:
+                rows = smallest_at_least(self._split_tiers, self._split_rows(budget, count))
+                output = self._split((True, rows), count, extras)
+            else:
+                rows = smallest_at_least(self._tiers, budget.tier)
+                output = self._graphs.replay(("verify", rows, kind))
             slots = self._static.slots_of(rows)
         else:
-            rows = slots = smallest_at_least(self._split_slots, count) if general else slots
-            key = ("plain", slots, kind)
-            output = self._split((False, slots), count, extras) if general else self._graphs.replay(key)
+            if general:
+                slots = smallest_at_least(self._split_slots, count)
+                output = self._split((False, slots), count, extras)
+            else:
+                output = self._graphs.replay(("plain", slots, kind))
+            rows = slots
             self._read_done()
         assert output is not None
         self.timer.stop((budget.draft, general, rows))
         return self._outcome(output.clone(), slots, count, budget), rows
-
-    def _split_tier(self, budget: StepBudget, count: int) -> int:
-        return smallest_at_least(self._split_tiers, self._split_rows(budget, count))
 
     def _split(self, split: Split, count: int, extras: StepExtras | None) -> torch.Tensor | None:
         """Forward and tail of a step of the general kind, and what the host has to do around the forward."""

@@ -68,7 +68,7 @@ class _StaticForward:
         lens: torch.Tensor,
         window: int,
         hidden: CaptureHiddenMode,
-        spans: Spans | None = None,
+        spans: Spans,
     ) -> Any:
         """Args: tokens, positions, slots [T] int64; lengths [S] int64; lens [S] int32; spans: see ``RowAttention``."""
         count = lengths.shape[0]
@@ -90,7 +90,7 @@ class _StaticForward:
         if self._pages.pages is None:
             backend.init_forward_metadata(forward_batch)
         else:
-            backend = RowAttention(backend, lens, lengths, self._pages.pages[:count], window, spans)
+            backend = RowAttention(backend, spans, self._pages.pages[:count], window)
         with forward_context(ForwardContext(attn_backend=backend)), self._layers():
             return self._runner.model.forward(tokens, positions, forward_batch)
 
@@ -129,6 +129,7 @@ class StaticTargetNet:
     def verify(self, batch: DecodeBatch, plan: VerifyPlan) -> TargetRows:
         """Forward the rows of a tier."""
         assert plan.packed is not None
+        assert plan.spans is not None
         output = self._forward(
             *plan.inputs(batch),
             batch.lengths,

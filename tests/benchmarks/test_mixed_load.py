@@ -11,7 +11,7 @@ from random import Random
 import pytest
 
 from benchmarks.load_memory import MemoryWatch, processes
-from benchmarks.load_requests import Book, Request, RequestSource, Seen, base_texts, grown, outcome
+from benchmarks.load_requests import SHAPED, Book, Request, RequestSource, Seen, base_texts, grown, outcome
 from benchmarks.mixed_load import log_errors, verdicts
 
 PARAMS = {"sampling_params": {"max_new_tokens": 5}}
@@ -35,6 +35,8 @@ def test_the_load_holds_every_kind() -> None:
     kinds = {kind for request in asked for kind in request.kinds}
     assert kinds >= {"answer", "disconnect", "abort", "refused", "stream", "whole", "greedy", "sampled", "chat"}
     assert kinds >= {"top_p", "top_k", "min_p", "sampling_seed", "logit_bias", "stop", "stop_token_ids", "ignore_eos"}
+    assert kinds >= {name for shape in SHAPED for name in shape}
+    assert any(request.payload.get("return_logprob") for request in asked)
     native = [request.payload for request in asked if request.ending in ("answer", "abort") and request.path[1] == "g"]
     lengths = [len(payload["input_ids"]) for payload in native]
     assert min(lengths) == 1
