@@ -8,6 +8,11 @@
 | ``SGLANG_DSPARK_SLO_STEP_MS`` | number > 0 | longest step that the scheduler may choose |
 | ``SGLANG_DSPARK_STATIC_STEP`` | ``1`` | on a CPU, run the padded step that a GPU captures, without a capture: tests |
 | ``SGLANG_DSPARK_DEBUG_DUMP`` | empty, ``reqs``, ``all`` | step records for ``/server_info``, the host's variable |
+| ``SGLANG_DSPARK_SIMULATE`` | ``high``, ``middle``, ``low``, ``hopeless``, a file | simulated acceptance |
+| ``SGLANG_SIMULATE_ACC_LEN`` | number > 0 | simulated acceptance of this mean length, the host's variable |
+| ``SGLANG_SIMULATE_ACC_METHOD`` | ``match-expected`` (default), ``multinomial`` | how lengths spread around it |
+
+``HOST_VARIABLES`` lists every variable of the host's own DSPARK and says what becomes of it.
 
 Without a verify mode the draft decides: ``compact`` if it has a confidence head, else ``static``.
 """
@@ -16,6 +21,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
@@ -28,11 +34,78 @@ GAIN_VARIABLE = "SGLANG_DSPARK_MIN_PREDICTED_GAIN"
 SLO_VARIABLE = "SGLANG_DSPARK_SLO_STEP_MS"
 DUMP_VARIABLE = "SGLANG_DSPARK_DEBUG_DUMP"
 STATIC_STEP_VARIABLE = "SGLANG_DSPARK_STATIC_STEP"
-SIMULATE_VARIABLE = "SGLANG_SIMULATE_ACC_LEN"
-_NUMBERS = {"min_predicted_gain": GAIN_VARIABLE, "slo_step_ms": SLO_VARIABLE}
+SIMULATE_VARIABLE = "SGLANG_DSPARK_SIMULATE"
+LENGTH_VARIABLE = "SGLANG_SIMULATE_ACC_LEN"
+METHOD_VARIABLE = "SGLANG_SIMULATE_ACC_METHOD"
+TOKENS_VARIABLE = "SGLANG_SIMULATE_ACC_TOKEN_MODE"
+OWN_VARIABLES = (IMPL_VARIABLE, GAIN_VARIABLE, SLO_VARIABLE, STATIC_STEP_VARIABLE, SIMULATE_VARIABLE)
+"""Variables that the host does not know."""
+_VARIABLES = {
+    "min_predicted_gain": GAIN_VARIABLE,
+    "slo_step_ms": SLO_VARIABLE,
+    "simulate": SIMULATE_VARIABLE,
+    "simulate_accept_length": LENGTH_VARIABLE,
+    "simulate_method": METHOD_VARIABLE,
+}
 _RECORDED = {"reqs", "all"}
 _OTHER_COMPONENTS = {"core", "step_cpu_time", "step_gpu_time", "draft_gpu_time", "target_verify_gpu_time"}
 
+
+@dataclass(frozen=True)
+class HostSetting:
+    """What becomes of a variable or flag of the host's own DSPARK."""
+
+    honoured: bool  # False: it has no effect, and is answered with ``text`` at start if it is set
+    text: str
+
+
+_DEEPSEEK_V4 = "a switch of the host's DeepSeek-V4 drafter, which this version does not serve"
+HOST_VARIABLES: dict[str, HostSetting] = {
+    MODE_VARIABLE: HostSetting(True, "verify mode"),
+    DUMP_VARIABLE: HostSetting(True, "step records ('reqs'; other components are refused by name)"),
+    LENGTH_VARIABLE: HostSetting(True, "simulated acceptance of this mean length"),
+    METHOD_VARIABLE: HostSetting(True, "how simulated lengths spread"),
+    TOKENS_VARIABLE: HostSetting(False, "simulated tokens are always the drafts ('real-draft-token')"),
+    "SGLANG_DSPARK_CONFIDENCE_RELAY_LAG_STEPS": HostSetting(
+        False, "budgets always read confidences of exactly two decode steps before"
+    ),
+    "SGLANG_DSPARK_DEBUG_CONFIDENCE_PREFIX_SCHEDULER": HostSetting(
+        False, f"{DUMP_VARIABLE}=reqs records survivals and windows of every step"
+    ),
+    "SGLANG_DSPARK_DEBUG_CONFIDENCE_METRICS": HostSetting(
+        False, f"{DUMP_VARIABLE}=reqs records survivals and accepts of every step"
+    ),
+    "SGLANG_DSPARK_LOG_SPS_PRED_INTERVAL": HostSetting(
+        False, f"{DUMP_VARIABLE}=reqs records predicted step times, /server_info shows measured ones"
+    ),
+    "SGLANG_DSPARK_STS_COLLECT_PATH": HostSetting(
+        False, f"{DUMP_VARIABLE}=reqs records survivals and accepts; no calibration data is written"
+    ),
+    "SGLANG_DSPARK_BLOCK_ACCEPT_ESTIMATE_PATH": HostSetting(False, "the ceiling is measured in cap-accept mode"),
+    "SGLANG_DSPARK_BLOCK_ACCEPT_ONLINE_INTERVAL": HostSetting(False, "the ceiling is measured in cap-accept mode"),
+    "SGLANG_DSPARK_ENABLE_SPS_RECORD": HostSetting(False, "/server_info shows device times per number of rows always"),
+    "SGLANG_DSPARK_FAST_SAMPLING": HostSetting(False, "drafts are drawn by one fused kernel always"),
+    "SGLANG_DSPARK_FOLDED_SAMPLING": HostSetting(False, "drafts of sampled requests are drawn inside the graph always"),
+    "SGLANG_DSPARK_FAST_KERNEL": HostSetting(False, _DEEPSEEK_V4),
+    "SGLANG_DSPARK_FP32_LM_HEAD": HostSetting(False, _DEEPSEEK_V4),
+    "SGLANG_DSPARK_OPT_MARKOV_W2_BF16": HostSetting(False, _DEEPSEEK_V4),
+    "SGLANG_DSPARK_OPT_MARKOV_W2_TP_SHARD": HostSetting(False, _DEEPSEEK_V4),
+    "SGLANG_DSPARK_ENABLE_MULTI_STREAM": HostSetting(False, _DEEPSEEK_V4),
+    "SGLANG_TEST_RAGGED_VERIFY_FORCE_UNIFORM_CAPTURE": HostSetting(
+        False, "a test switch of the host's graphs, none of which are captured"
+    ),
+}
+"""Every variable of SGLang 0.5.17 that concerns its own DSPARK."""
+
+HOST_FLAGS: dict[str, HostSetting] = {
+    "speculative_dspark_block_size": HostSetting(True, "drafts per block, up to the trained block"),
+    "speculative_dspark_sps_table_path": HostSetting(True, "cost table"),
+    "speculative_dspark_confidence_sts_path": HostSetting(True, "calibration"),
+    "speculative_dspark_align_verify_tokens_to_graph_tier": HostSetting(
+        False, "budgets are always chosen among captured tiers"
+    ),
+}
+"""Every server argument of SGLang 0.5.17 that concerns its own DSPARK."""
 
 VerifyMode = Literal["static", "compact", "cap-accept"]
 MODES: tuple[VerifyMode, ...] = get_args(VerifyMode)
@@ -49,6 +122,9 @@ class Settings(BaseModel):
     static_step: bool = False
     min_predicted_gain: float = Field(default=0.01, ge=0, allow_inf_nan=False)
     slo_step_ms: float | None = Field(default=None, gt=0, allow_inf_nan=False)
+    simulate: str | None = None  # a level, or the path of a file; None: acceptance is real
+    simulate_accept_length: float | None = Field(default=None, gt=0, allow_inf_nan=False)  # tokens per full window
+    simulate_method: Literal["match-expected", "multinomial"] = "match-expected"
 
     @classmethod
     def from_environment(cls, environment: Mapping[str, str] | None = None) -> Settings:
@@ -63,11 +139,6 @@ class Settings(BaseModel):
             raise ConfigError(
                 f"found {IMPL_VARIABLE}={implementation!r}; required is 'plugin' or 'builtin'; unset it for the plugin"
             )
-        if implementation == "plugin" and float(env.get(SIMULATE_VARIABLE) or -1) > 0:
-            raise ConfigError(
-                f"found {SIMULATE_VARIABLE}={env[SIMULATE_VARIABLE]}; this version serves real acceptance only; unset "
-                "it, or set SGLANG_DSPARK_IMPL=builtin for the host's own worker"
-            )
         if implementation == "builtin":
             return cls(implementation="builtin")  # the other variables then belong to the host alone
         fields: dict[str, Any] = {
@@ -75,7 +146,14 @@ class Settings(BaseModel):
             "record_steps": _records(env.get(DUMP_VARIABLE, "")),
             "static_step": _switch(env, STATIC_STEP_VARIABLE),
         }
-        fields |= {name: env[variable] for name, variable in _NUMBERS.items() if env.get(variable)}
+        fields |= {name: env[variable] for name, variable in _VARIABLES.items() if env.get(variable)}
+        if _off(fields.get("simulate_accept_length")):
+            del fields["simulate_accept_length"]
+        if "simulate" in fields and "simulate_accept_length" in fields:
+            raise ConfigError(
+                f"found {SIMULATE_VARIABLE}={env[SIMULATE_VARIABLE]!r} and {LENGTH_VARIABLE}={env[LENGTH_VARIABLE]!r}; "
+                "acceptance can be simulated in one way only; unset one of them"
+            )
         try:
             return cls.model_validate(fields)
         except ValidationError as error:
@@ -85,7 +163,7 @@ class Settings(BaseModel):
                     f"found {MODE_VARIABLE}={env[MODE_VARIABLE]!r}; required is one of {', '.join(MODES)}; unset it to "
                     "let the draft decide"
                 ) from None
-            variable = _NUMBERS[str(first["loc"][0])]
+            variable = _VARIABLES[str(first["loc"][0])]
             raise ConfigError(
                 f"found {variable}={env[variable]!r}; {first['msg'].lower()}; correct it or unset it"
             ) from None
@@ -106,11 +184,25 @@ class Settings(BaseModel):
         return self.verify_mode
 
 
-def unused_variables(environment: Mapping[str, str] | None = None) -> list[str]:
-    """Variables of the host's own DSPARK that are set and that this version does not use."""
+def answers(environment: Mapping[str, str] | None = None) -> list[str]:
+    """One sentence for every variable of the host's own DSPARK that is set and has no effect here."""
     env = os.environ if environment is None else environment
-    known = {IMPL_VARIABLE, MODE_VARIABLE, DUMP_VARIABLE, STATIC_STEP_VARIABLE, *_NUMBERS.values()}
-    return sorted(name for name in env if name.startswith("SGLANG_DSPARK_") and name not in known)
+    found = []
+    for name in sorted(env):
+        if name in HOST_VARIABLES:
+            if not HOST_VARIABLES[name].honoured:
+                found.append(f"the variable {name} has no effect: {HOST_VARIABLES[name].text}")
+        elif name.startswith("SGLANG_DSPARK_") and name not in OWN_VARIABLES:
+            found.append(f"the variable {name} has no effect: neither this package nor SGLang 0.5.17 knows it")
+    return found
+
+
+def _off(value: str | None) -> bool:
+    """Whether a simulated length is a number that switches it off, as the host's own default of -1 does."""
+    try:
+        return value is not None and float(value) <= 0
+    except ValueError:
+        return False  # the schema names it
 
 
 def _switch(env: Mapping[str, str], variable: str) -> bool:

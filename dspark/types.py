@@ -65,6 +65,7 @@ class DecodeBatch:
     sampling: SamplingRows
     live: torch.Tensor | None = None  # [R] bool, False for the padding of a captured batch; None: all are requests
     adjust: Adjustments | None = None  # None: no request of the batch asks for any
+    rows: torch.Tensor | None = None  # [R] int64, row of each request in tables by request; asked for by a replay
 
     @property
     def size(self) -> int:

@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from dspark.config import Settings, unused_variables
+from dspark.config import HOST_VARIABLES, OWN_VARIABLES, Settings, answers
 from dspark.errors import ConfigError
 
 
@@ -28,7 +28,10 @@ def test_builtin_leaves_every_other_variable_to_the_host() -> None:
         ({"SGLANG_DSPARK_SLO_STEP_MS": "nan"}, "SGLANG_DSPARK_SLO_STEP_MS='nan'"),
         ({"SGLANG_DSPARK_DEBUG_DUMP": "request"}, "request is no component"),
         ({"SGLANG_DSPARK_DEBUG_DUMP": "reqs,core"}, "not core"),
-        ({"SGLANG_SIMULATE_ACC_LEN": "4.0"}, "SGLANG_SIMULATE_ACC_LEN=4.0"),
+        ({"SGLANG_SIMULATE_ACC_LEN": "four"}, "SGLANG_SIMULATE_ACC_LEN='four'"),
+        ({"SGLANG_SIMULATE_ACC_LEN": "nan"}, "SGLANG_SIMULATE_ACC_LEN='nan'"),
+        ({"SGLANG_SIMULATE_ACC_METHOD": "mean"}, "SGLANG_SIMULATE_ACC_METHOD='mean'.*match-expected"),
+        ({"SGLANG_SIMULATE_ACC_LEN": "4", "SGLANG_DSPARK_SIMULATE": "low"}, "in one way only"),
     ],
 )
 def test_a_bad_value_is_named(environment: dict[str, str], text: str) -> None:
@@ -41,9 +44,25 @@ def test_records_are_kept_on_request(value: str) -> None:
     assert Settings.from_environment({"SGLANG_DSPARK_DEBUG_DUMP": value}).record_steps
 
 
-def test_variables_without_effect_are_found() -> None:
+def test_variables_without_effect_are_answered() -> None:
     environment = {"SGLANG_DSPARK_FAST_KERNEL": "1", "SGLANG_DSPARK_IMPL": "plugin", "PATH": "/bin"}
-    assert unused_variables(environment) == ["SGLANG_DSPARK_FAST_KERNEL"]
+    assert len(answers(environment)) == 1
+    assert "SGLANG_DSPARK_FAST_KERNEL has no effect" in answers(environment)[0]
+    assert "neither this package nor SGLang" in answers({"SGLANG_DSPARK_SIMULATED": "low"})[0]
+    assert answers(dict.fromkeys(OWN_VARIABLES, "1")) == []
+
+
+@pytest.mark.parametrize("name", HOST_VARIABLES)
+def test_every_variable_of_the_host_is_honoured_or_answered(name: str) -> None:
+    assert len(answers({name: "1"})) == (not HOST_VARIABLES[name].honoured)
+
+
+def test_simulated_acceptance() -> None:
+    assert Settings.from_environment({"SGLANG_DSPARK_SIMULATE": "low"}).simulate == "low"
+    found = Settings.from_environment({"SGLANG_SIMULATE_ACC_LEN": "3.5", "SGLANG_SIMULATE_ACC_METHOD": "multinomial"})
+    assert (found.simulate_accept_length, found.simulate_method) == (3.5, "multinomial")
+    for off in ("-1", "0"):  # as the host reads them
+        assert Settings.from_environment({"SGLANG_SIMULATE_ACC_LEN": off}).simulate_accept_length is None
 
 
 def test_settings_are_closed() -> None:

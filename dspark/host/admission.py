@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from dspark.host import adjust
+from dspark.host import adjust, simulate
 
 # A refused request still passes through one prefill of the host, which ends it. Nothing of it must act there.
 _NEUTRAL = {
@@ -48,7 +48,7 @@ def refusal(req: Any) -> str | None:
         req: the host's ``Req``, sampling parameters normalised; a refused one loses what it was refused for, a served
             one its penalties and biases, which steps apply themselves.
     """
-    reason = _invalid(req)
+    reason = _invalid(req) or simulate.refusal(req)
     found = [name for test, name in _UNSUPPORTED if test(req)]
     if reason is None and not found:
         adjust.take(req)

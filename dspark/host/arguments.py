@@ -8,11 +8,12 @@ import os
 from pathlib import Path
 from typing import Any
 
-from dspark.config import MODE_VARIABLE, Settings, VerifyMode, unused_variables
+from dspark.config import HOST_FLAGS, MODE_VARIABLE, Settings, VerifyMode, answers
 from dspark.drafter.checkpoint import load_draft_spec, read_config
 from dspark.drafter.spec import DraftSpec
 from dspark.errors import CheckpointError, ConfigError, HostError
 from dspark.host.schedule import load_files
+from dspark.host.simulate import load_simulation
 
 logger = logging.getLogger("dspark")
 
@@ -84,6 +85,7 @@ def resolve_server_args(server_args: Any) -> None:
     spec = _resolve_gamma(server_args, spec)
     mode = _resolve_mode(settings, spec)
     load_files(server_args, spec, mode)  # a bad file stops here, before any weight is loaded
+    load_simulation(settings, spec.gamma)
     _resolve_backend(server_args)
     _resolve_draft_quantization(server_args)
     _resolve_batch(server_args, spec)
@@ -289,9 +291,8 @@ def _resolve_mode(settings: Settings, spec: DraftSpec) -> VerifyMode:
 
 def _note_idle_flags(server_args: Any) -> None:
     """Flags and variables of the host's own DSPARK that do nothing here are named."""
-    for name in unused_variables():
-        logger.warning("dspark: the variable %s has no effect on this version", name)
-    if server_args.speculative_dspark_align_verify_tokens_to_graph_tier:
-        logger.info(
-            "dspark: --speculative-dspark-align-verify-tokens-to-graph-tier is how budgets are always chosen here"
-        )
+    for answer in answers():
+        logger.warning("dspark: %s", answer)
+    for name, setting in HOST_FLAGS.items():
+        if not setting.honoured and getattr(server_args, name):
+            logger.warning("dspark: --%s has no effect: %s", name.replace("_", "-"), setting.text)

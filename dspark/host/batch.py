@@ -72,14 +72,14 @@ class RequestTable:
             else int(one.sampling_seed) & _SEED_MASK
             for req, one in zip(batch.reqs, params, strict=True)
         ]
-        self._seeds[batch.req_pool_indices] = self._staged(seeds)
+        self._seeds[batch.req_pool_indices] = self.staged(seeds)
         self.generations[batch.req_pool_indices_cpu.numpy()] += 1
         if self._class_of is not None:
             classes = [self._class_of(0.0 if one.top_k == 1 else one.temperature) for one in params]
-            self._classes[batch.req_pool_indices] = self._staged(classes)
-        self._top_k[batch.req_pool_indices] = self._staged([one.top_k for one in params])
+            self._classes[batch.req_pool_indices] = self.staged(classes)
+        self._top_k[batch.req_pool_indices] = self.staged([one.top_k for one in params])
         numbers = [[getattr(one, name) for one in params] for name in ("temperature", "top_p", "min_p")]
-        self._numbers[:, batch.req_pool_indices] = self._staged(numbers, torch.float32)
+        self._numbers[:, batch.req_pool_indices] = self.staged(numbers, torch.float32)
         # Greedy requests carry top_k = 1; they take the other rule and must not make the batch sort its vocabulary.
         self._filtered[batch.req_pool_indices_cpu] = torch.tensor(
             [one.top_k > 1 and (one.top_k < TOP_K_ALL or one.top_p < 1 or one.min_p > 0) for one in params]
@@ -111,6 +111,11 @@ class RequestTable:
             calibration=None if self._class_of is None else classes,
         )
 
+    @property
+    def seeds(self) -> torch.Tensor:
+        """[slots] int64 noise seeds by request row, on the device; rewritten in place."""
+        return self._seeds
+
     def kind(self, batch: ScheduleBatch) -> Sampling:
         """What the batch needs of a captured step."""
         rows = batch.req_pool_indices_cpu
@@ -118,7 +123,8 @@ class RequestTable:
             return "general"
         return "greedy" if batch.sampling_info.is_all_greedy else "sampled"
 
-    def _staged(self, values: Sequence[Any], dtype: torch.dtype = torch.int64) -> torch.Tensor:
+    def staged(self, values: Sequence[Any], dtype: torch.dtype = torch.int64) -> torch.Tensor:
+        """Host values on the device of the step, without a wait."""
         staged = torch.tensor(values, dtype=dtype, pin_memory=self._seeds.is_cuda)
         return staged.to(self._seeds.device, non_blocking=True)
 
@@ -160,6 +166,7 @@ def decode_batch(
         slots=slots,
         sampling=requests.sampling(batch),
         adjust=requests.adjustments.of(batch.req_pool_indices, batch.req_pool_indices_cpu),
+        rows=batch.req_pool_indices,
     )
 
 

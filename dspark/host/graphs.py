@@ -28,6 +28,7 @@ from dspark.kernels.triton_accept_greedy import COLUMNS
 from dspark.kernels.triton_allocate import MAX_GAMMA, MAX_REQUESTS
 from dspark.types import AcceptResult, BlockProposal, StepBudget, StepOutcome, VerifyPlan
 from dspark.worker.fused_step import FusedStep
+from dspark.worker.replay import Replay
 from dspark.worker.static_step import Sampling, Split, StaticStep
 
 logger = logging.getLogger("dspark")
@@ -53,6 +54,7 @@ class StepGraphs:
         full_windows: bool,
         calibration: ConfidenceScale | None,
         tp_size: int = 1,
+        replay: Replay | None = None,
     ) -> None:
         """Args:
         spec: the draft, blocks cut to the runtime gamma.
@@ -63,6 +65,7 @@ class StepGraphs:
         full_windows: full windows are forwarded (cap-accept).
         calibration: of confidences.
         tp_size: ranks; more than one must not decide by their own free memory.
+        replay: simulated acceptance; None: nothing of it is captured.
         """
         self._spec, self._target, self._tp_size = spec, target, tp_size
         self._tiers, self._slots = list(tiers), slot_ladder(max_requests)
@@ -72,7 +75,7 @@ class StepGraphs:
         pages = PageTable(target, self.buffers, spec.mask_token_id)
         draft_net = StaticDraftNet(draft, self.buffers, pages, spec.mask_token_id)
         draft_net.calibration = calibration
-        step = FusedStep(draft_net, StaticTargetNet(target, self.buffers, pages), self.buffers)
+        step = FusedStep(draft_net, StaticTargetNet(target, self.buffers, pages), self.buffers, replay)
         self._adjust = requests.adjustments
         self._static = StaticStep(
             step, self.buffers, pages.read, requests.static_sampling, full_windows, self._adjust.table
@@ -317,6 +320,7 @@ def build_graphs(
     draft: ModelRunner,
     requests: RequestTable,
     calibration: ConfidenceScale | None,
+    replay: Replay | None = None,
 ) -> StepGraphs | None:
     """Capture the steps of a server; None if the operator has switched graphs off, or on a CPU."""
     decode, on_cpu = server_args.cuda_graph_config.decode, str(server_args.device) == "cpu"
@@ -344,6 +348,7 @@ def build_graphs(
         full_windows=mode == "cap-accept",
         calibration=calibration,
         tp_size=int(server_args.tp_size),
+        replay=replay,
     )
     graphs.capture()
     return graphs

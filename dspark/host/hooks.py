@@ -139,13 +139,28 @@ def _set_state(original: Callable[..., Any], self: Any, recv_req: Any) -> Any:
     if fraction is not None and not (type(fraction) in (int, float) and 0 < fraction <= 1):
         impossible.append(_PIN)
     if not impossible:
-        return original(self, recv_req)
+        return _set_class(original, self, recv_req)
     from sglang.srt.managers.io_struct import SetInternalStateReqOutput
 
     logger.error(
         "dspark: found %s; required are thresholds of 1.0 (acceptance is exact) and a pin in (0, 1], or -1 to end it",
         {name: pins[name] for name in impossible},
     )
+    return SetInternalStateReqOutput(updated=False)
+
+
+def _set_class(original: Callable[..., Any], self: Any, recv_req: Any) -> Any:
+    """The host knows no simulated classes: the worker takes this key, the host all others."""
+    from dspark.host.simulate import SWITCH, switch
+
+    missing = object()
+    wanted = recv_req.server_args.pop(SWITCH, missing)
+    problem = None if wanted is missing else switch(self.draft_worker.simulated, wanted)
+    if problem is None:
+        return original(self, recv_req)
+    from sglang.srt.managers.io_struct import SetInternalStateReqOutput
+
+    logger.error("dspark: %s", problem)
     return SetInternalStateReqOutput(updated=False)
 
 

@@ -32,9 +32,11 @@ from dspark.host.extras import StepExtras, attach_prefill, mask_prefill, wanted
 from dspark.host.graphs import StepGraphs, build_graphs
 from dspark.host.networks import HostDraftNet, HostTargetNet
 from dspark.host.schedule import CalibrationClasses, build_scheduler, load_files
+from dspark.host.simulate import assign_classes, build_replay
 from dspark.types import StepOutcome
 from dspark.worker.budget import BudgetScheduler
 from dspark.worker.records import StepRecorder
+from dspark.worker.replay import Replay
 from dspark.worker.step import DecodeStep, first_tokens
 
 logger = logging.getLogger("dspark")
@@ -83,13 +85,13 @@ class DSparkWorker(BaseSpecWorker):
         self._window = torch.arange(self.spec.window, dtype=torch.int64, device=self.device)
         self._draft_net = HostDraftNet(self.draft_model_runner, self.spec.mask_token_id)
         self._target_net = HostTargetNet(target_worker)
-        self._step = DecodeStep(self._draft_net, self._target_net)
         self._recorder = StepRecorder() if self.settings.record_steps else None
         self._cost_table, calibration = load_files(server_args, self.spec, self.mode)
         self._calibration = None if calibration is None else CalibrationClasses(calibration, self.device)
         if self._calibration is not None:
             self._draft_net.calibration = self._calibration.scale
         self._requests: RequestTable | None = None
+        self.simulated: Replay | None = None
         self._budgets: BudgetScheduler | None = None
         self._graphs: StepGraphs | None = None
         self._eager_steps: Counter[str] = Counter()  # by the reason why no graph was replayed
@@ -128,6 +130,8 @@ class DSparkWorker(BaseSpecWorker):
         class_of = None if self._calibration is None else self._calibration.of
         seed, vocab = self._target_worker.random_seed, self.spec.vocab_size
         self._requests = RequestTable(rows, self.device, seed, vocab, class_of)
+        self.simulated = build_replay(self.settings, self.spec.gamma, self._requests)
+        self._step = DecodeStep(self._draft_net, self._target_net, self.simulated)
         logger.info("dspark: %.2f GiB for penalties and biases of %d requests", rows * vocab * 8 / 2**30, rows)
 
     def init_cuda_graphs(self) -> None:
@@ -143,6 +147,7 @@ class DSparkWorker(BaseSpecWorker):
             self.draft_model_runner,
             self._requests,
             scale,
+            self.simulated,
         )
         self._budgets = build_scheduler(
             self.server_args,
@@ -177,6 +182,8 @@ class DSparkWorker(BaseSpecWorker):
         """Prefill the target, sample the first tokens, and give the draft the prompt's context KV."""
         assert self._requests is not None
         self._requests.write(batch)
+        if self.simulated is not None:
+            assign_classes(self.simulated, batch, self._requests)
         result = self._target_worker.forward_batch_generation(
             batch, is_verify=not batch.is_prefill_only, capture_hidden_mode=CaptureHiddenMode.FULL
         )
@@ -219,6 +226,8 @@ class DSparkWorker(BaseSpecWorker):
         if batch.seq_lens.is_cuda:
             # Made on the scheduler's stream, read on this one: the allocator must not reuse it too early.
             batch.seq_lens.record_stream(torch.cuda.current_stream())
+        if self.simulated is not None:
+            self.simulated.settle()
         slots = batch.req_pool_indices_cpu.numpy().copy()  # remembered for two steps, while the batch changes
         generations = self._requests.generations[slots]
         budget = self._budgets.decide(slots, generations, context_tokens(batch, self.spec.window))
@@ -312,7 +321,7 @@ class DSparkWorker(BaseSpecWorker):
 
     def block_accept_estimate_log_suffix(self) -> str | None:
         """Suffix for the decode log line: the ceiling under trimming is not estimated yet."""
-        return None
+        return None if self.simulated is None else f"SIMULATED acceptance: {self.simulated.selected}"
 
     def note_request_finished(self, *, rid: str, natural_stop: bool) -> None:
         """Nothing is kept per request."""
@@ -335,6 +344,7 @@ class DSparkWorker(BaseSpecWorker):
             "version": takeover.version(),
             "gamma": self.spec.gamma,
             "mode": self.mode,
+            "simulated": None if self.simulated is None else self.simulated.describe(),
             "builtin_modules_loaded": loaded,
             "schedule": None if self._budgets is None else self._budgets.statistics(),
             "eager_steps": dict(self._eager_steps),

@@ -28,7 +28,7 @@ def _accepted(passed: torch.Tensor, verify_lens: torch.Tensor) -> torch.Tensor:
     return (passed & tested).to(torch.int64).cumprod(dim=1).sum(dim=1)
 
 
-def _commit(
+def commit_chain(
     accepted: torch.Tensor, draft_tokens: torch.Tensor, replacement: torch.Tensor, verify_lens: torch.Tensor
 ) -> AcceptResult:
     """Drafts, then the replacement (or bonus) token, cut at the window.
@@ -65,7 +65,7 @@ def accept_greedy(draft_tokens: torch.Tensor, target_tokens: torch.Tensor, verif
     gamma = draft_tokens.shape[1]
     accepted = _accepted(draft_tokens == target_tokens[:, :gamma], verify_lens)
     replacement = target_tokens.gather(1, accepted[:, None]).squeeze(1)
-    return _commit(accepted, draft_tokens, replacement, verify_lens)
+    return commit_chain(accepted, draft_tokens, replacement, verify_lens)
 
 
 def accept_sample(
@@ -100,7 +100,7 @@ def accept_sample(
     accepted = _accepted(coin * q < p, verify_lens)  # u < 1: p >= q always passes, p = 0 never does
     weights = residual_weights(accepted, draft_probs, rows[index.gather(1, accepted[:, None]).squeeze(1)])
     replacement = race(weights, seeds, positions, accepted, Purpose.RESIDUAL)
-    return _commit(accepted, draft_tokens, replacement, verify_lens)
+    return commit_chain(accepted, draft_tokens, replacement, verify_lens)
 
 
 def residual_weights(accepted: torch.Tensor, draft_probs: torch.Tensor, p: torch.Tensor) -> torch.Tensor:

@@ -31,6 +31,7 @@ class Purpose(IntEnum):
     DRAFT = 0
     ACCEPT = 1
     RESIDUAL = 2
+    REPLAY = 3  # which recorded block a request replays (simulated acceptance)
 
 
 def _multiply(a: int, b: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -63,6 +64,20 @@ def _counter(
     position: torch.Tensor, row: torch.Tensor, purpose: Purpose, lane: torch.Tensor
 ) -> tuple[torch.Tensor, ...]:
     return lane, row | (int(purpose) << 16), position & _MASK, (position >> 32) & _MASK
+
+
+def philox_words(seed: torch.Tensor, position: torch.Tensor, purpose: Purpose) -> torch.Tensor:
+    """One 32-bit word per block.
+
+    Args:
+        seed, position: [R] int64, of the request and of the block's anchor.
+        purpose: what the words are for.
+
+    Returns:
+        [R] int64 with values in [0, 2**32).
+    """
+    zero = torch.zeros_like(position)
+    return philox4x32(seed, _counter(position, zero, purpose, zero))[0]
 
 
 def uniform(seed: torch.Tensor, position: torch.Tensor, rows: int, purpose: Purpose) -> torch.Tensor:

@@ -16,6 +16,7 @@ from dspark.kernels.triton_jit import INTERPRETED, constant, jit, libdevice, tl
 DRAFT = constant(int(Purpose.DRAFT))
 ACCEPT = constant(int(Purpose.ACCEPT))
 RESIDUAL = constant(int(Purpose.RESIDUAL))
+REPLAY = constant(int(Purpose.REPLAY))
 _INVERSE_2_24 = constant(2.0**-24)
 _INVERSE_2_32 = constant(2.0**-32)
 _BELOW_ONE = constant(1 - 2.0**-24)

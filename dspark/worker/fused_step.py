@@ -23,14 +23,17 @@ from dspark.kernels.triton_pack import PackedInputs, pack_windows, window_offset
 from dspark.kernels.triton_scan import TILE, Softmax, TileBuffers, scan_rows
 from dspark.types import AcceptResult, BlockProposal, DecodeBatch, StepBudget, TargetRows, VerifyPlan
 from dspark.worker.protocols import DraftNet, TargetNet
+from dspark.worker.replay import Replay
 from dspark.worker.step import DecodeStep, Drafted
 
 
 class FusedStep(DecodeStep):
     """``DecodeStep`` for padded batches whose block lies in static buffers."""
 
-    def __init__(self, draft_net: DraftNet, target_net: TargetNet, buffers: StepBuffers) -> None:
-        super().__init__(draft_net, target_net)
+    def __init__(
+        self, draft_net: DraftNet, target_net: TargetNet, buffers: StepBuffers, replay: Replay | None = None
+    ) -> None:
+        super().__init__(draft_net, target_net, replay)
         self._buffers = buffers
 
     def draft(self, batch: DecodeBatch, budget: StepBudget) -> Drafted:
@@ -53,6 +56,8 @@ class FusedStep(DecodeStep):
         self._chain(head, self._draft_net.base_logits(hidden), batch)
         of_head, scale = self._draft_net.confidence_head, self._draft_net.calibration
         if of_head is None:
+            if self._replay is not None:
+                self._replay.draft(batch, None)
             return BlockProposal(tokens, None, None), None
         weights = ConfidenceWeights(
             of_head.proj.weight[0],
@@ -62,6 +67,8 @@ class FusedStep(DecodeStep):
             None if scale is None else scale.offsets,
         )
         confidence(hidden, batch.anchors, tokens, weights, batch.sampling.calibration, trust)
+        if self._replay is not None:
+            self._replay.draft(batch, trust)
         return BlockProposal(tokens, None, trust), None
 
     def _chain(self, head: VanillaMarkovHead, base: torch.Tensor, batch: DecodeBatch) -> None:

@@ -112,6 +112,7 @@ class StaticStep:
         batch = self._batch(self.slots_of(split[1]), "general")
         proposal, _ = self._drafted(batch, split)
         accept, ceiling = self._step.accept(batch, proposal, plan, rows)
+        self._step.replay(batch, proposal, plan, accept, ceiling)
         self._step.commit(batch, plan, rows)
         self._step.count(batch, accept)
         return self.flat(StepOutcome(proposal, None, plan, accept, self._step.advanced(batch, accept), ceiling))
@@ -137,6 +138,7 @@ class StaticStep:
             sampling=self._sampling_of(rows, sampling),
             live=buffers.live[:slots],
             adjust=Adjustments(self._table, rows) if self._table is not None and sampling == "general" else None,
+            rows=rows,
         )
 
     @staticmethod

@@ -25,6 +25,7 @@ from dspark.types import (
     VerifyPlan,
 )
 from dspark.worker.protocols import DraftNet, TargetNet
+from dspark.worker.replay import Replay
 
 Publish = Callable[[torch.Tensor], None]
 Drafted = tuple[BlockProposal | None, torch.Tensor | None]
@@ -37,9 +38,14 @@ class DecodeStep:
     Nothing here waits for the device: decisions use values that the host already has, all others stay tensors.
     """
 
-    def __init__(self, draft_net: DraftNet, target_net: TargetNet) -> None:
+    def __init__(self, draft_net: DraftNet, target_net: TargetNet, replay: Replay | None = None) -> None:
+        """Args:
+        draft_net, target_net: the networks.
+        replay: simulated acceptance; None: the real one.
+        """
         self._draft_net = draft_net
         self._target_net = target_net
+        self._replay = replay
 
     def run(
         self, batch: DecodeBatch, budget: StepBudget, publish: Publish, drafted: Drafted | None = None
@@ -58,6 +64,7 @@ class DecodeStep:
         rows = self._target_net.verify(batch, plan)
         self.adjust(batch, plan, rows)
         accept, ceiling = self.accept(batch, proposal, plan, rows)
+        self.replay(batch, proposal, plan, accept, ceiling)
         lengths = self.advanced(batch, accept)
         publish(lengths)
         self.commit(batch, plan, rows)
@@ -79,6 +86,8 @@ class DecodeStep:
             batch.sampling,
             self._draft_net.calibration,
         )
+        if self._replay is not None:
+            self._replay.draft(batch, proposal.confidence)
         return proposal, None if proposal.confidence is None else survival_of(proposal.confidence)
 
     def plan(
@@ -126,6 +135,18 @@ class DecodeStep:
         window = window if plan.packed is None else plan.packed.lens
         full = verify_block(batch, proposal, window, plan.packed, rows.logits)
         return cut(full, plan.verify_lens), full.committed
+
+    def replay(
+        self,
+        batch: DecodeBatch,
+        proposal: BlockProposal | None,
+        plan: VerifyPlan,
+        accept: AcceptResult,
+        ceiling: torch.Tensor | None,
+    ) -> None:
+        """Simulated acceptance replaces the counts of the rule, in place; without it nothing happens."""
+        if self._replay is not None and proposal is not None:
+            self._replay.accept(batch, proposal, plan, accept, ceiling)
 
     def advanced(self, batch: DecodeBatch, accept: AcceptResult) -> torch.Tensor:
         """[R] int64 lengths after the commit."""

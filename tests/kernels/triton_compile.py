@@ -16,8 +16,9 @@ from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 
 from benchmarks import kernel_cases
-from dspark.kernels import triton_adjust, triton_allocate, triton_filter, triton_pack, triton_rope
+from dspark.kernels import triton_adjust, triton_allocate, triton_filter, triton_pack, triton_replay, triton_rope
 from dspark.kernels.ragged_pack import ragged_pack
+from dspark.kernels.triton_accept_greedy import FlatResult, empty_result
 from dspark.kernels.triton_markov import TILE as MARKOV_TILE
 from dspark.kernels.triton_scan import TILE, Softmax
 from dspark.types import Adjustments, AdjustTable, SamplingRows
@@ -64,6 +65,7 @@ def compile_all() -> dict[str, int]:
     flags, budget = torch.ones(5, dtype=torch.bool), torch.ones(1, dtype=torch.int64)
     triton_allocate.allocate_lengths_triton(torch.ones(5, 3), budget, lens, offsets, torch.ones(5, 3), flags)
     _compile_row_kernels()
+    _compile_replay_kernels()
     return found
 
 
@@ -86,6 +88,18 @@ def _compile_row_kernels() -> None:
     sampling = SamplingRows(numbers, top_k, numbers, numbers, top_k == 1, top_k, False, True, True)
     softmax = Softmax(numbers, packed.request, torch.zeros(6), torch.ones(6))
     triton_filter.filter_rows_triton(logits, packed.request, sampling, softmax)
+
+
+def _compile_replay_kernels() -> None:
+    rows, accepted = torch.arange(40), torch.zeros(40, dtype=torch.int32)
+    blocks = torch.ones(9, 7), torch.ones(9, dtype=torch.int32)
+    table = triton_replay.ReplayTable(*blocks, rows, rows, rows[:1].clone(), rows, rows)
+    drafts, windows = torch.zeros(40, 8, dtype=torch.int64)[:, 1:], accepted + 1
+    for confidence in (torch.ones(40, 7), None):
+        triton_replay.replay_draft_triton(table, rows, rows, accepted, confidence)
+    flat = FlatResult.empty(40, 8, "cpu")
+    triton_replay.replay_accept_triton(drafts, accepted, windows, flat, flat.ceiling, rows)
+    triton_replay.replay_accept_triton(drafts, accepted, windows, empty_result(40, 8, "cpu"), accepted)
 
 
 if __name__ == "__main__":

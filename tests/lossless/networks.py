@@ -164,7 +164,7 @@ class World:
             sampling = replace(sampling, calibration=self.sampling.calibration[chosen])
         slots = self.first[chosen, None] + positions
         adjust = None if self.adjust is None else Adjustments(self.adjust, chosen + 1)
-        return DecodeBatch(self.text[chosen, lengths], lengths, positions, slots, sampling, adjust=adjust)
+        return DecodeBatch(self.text[chosen, lengths], lengths, positions, slots, sampling, None, adjust, chosen + 1)
 
     def run(
         self, budget: StepBudget, requests: torch.Tensor | None = None, step: type[DecodeStep] = DecodeStep

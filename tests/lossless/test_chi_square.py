@@ -13,7 +13,7 @@ import torch
 
 from dspark.drafter.heads import VanillaMarkovHead
 from dspark.drafter.proposer import propose_block
-from dspark.kernels.accept import _accepted, _commit, race, residual_weights
+from dspark.kernels.accept import _accepted, commit_chain, race, residual_weights
 from dspark.kernels.philox import Purpose, uniform
 from dspark.types import AcceptResult, BlockProposal, SamplingRows
 from tests.compare import assert_distribution, assert_equal, distribution_p_value
@@ -164,7 +164,7 @@ class OwnRule(Step):
         passed = coin * q.gather(-1, drafted).squeeze(-1) < p[:, :-1].gather(-1, drafted).squeeze(-1)
         accepted = _accepted(passed, self.tested_rows(lens))
         replacement = race(self.weights(accepted, q, p), seeds, positions, accepted, residual_purpose)
-        return _commit(accepted, tokens, replacement, lens)
+        return commit_chain(accepted, tokens, replacement, lens)
 
 
 class SharedStream(OwnRule):

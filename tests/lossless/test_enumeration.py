@@ -1,8 +1,8 @@
 """Exact losslessness on a toy vocabulary: every draft, every coin outcome and every replacement, summed in float64.
 
-The law comes from the package's own parts (``_accepted``, ``residual_weights``, ``_commit``); only the probability of
-a passed test, min(1, p / q), is written down here. A committed text shorter than the horizon goes on as plain decoding,
-so the sum has to be the target's autoregressive law to the last digits.
+The law comes from the package's own parts (``_accepted``, ``residual_weights``, ``commit_chain``); only the probability
+of a passed test, min(1, p / q), is written down here. A committed text shorter than the horizon goes on as plain
+decoding, so the sum has to be the target's autoregressive law to the last digits.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from itertools import product
 import pytest
 import torch
 
-from dspark.kernels.accept import _accepted, _commit, accept_greedy, accept_sample, residual_weights
+from dspark.kernels.accept import _accepted, accept_greedy, accept_sample, commit_chain, residual_weights
 from tests.compare import EXACT_64, assert_close, assert_equal
 
 Text = tuple[int, ...]
@@ -85,7 +85,7 @@ def outcomes(
     weights = weights / weights.sum(-1, keepdim=True)
     found: dict[tuple[Text, Text], float] = defaultdict(float)
     for token in range(world.vocab):
-        result = _commit(accepted, drafts, torch.full_like(accepted, token), lens)
+        result = commit_chain(accepted, drafts, torch.full_like(accepted, token), lens)
         cut = zip(result.tokens.tolist(), result.committed.tolist(), result.next_anchor.tolist(), strict=True)
         chance = (mass * weights[:, token]).tolist()
         for (tokens, committed, anchor), drafted, c in zip(cut, drafts.tolist(), chance, strict=True):

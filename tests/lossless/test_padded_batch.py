@@ -47,7 +47,8 @@ def padded(batch: DecodeBatch) -> DecodeBatch:
     live = torch.arange(batch.size + PADDING) < batch.size
     adjust = None if batch.adjust is None else replace(batch.adjust, places=more(batch.adjust.places, 0))
     anchors, lengths, slots = more(batch.anchors, 0), more(batch.lengths, 0), more(batch.slots, 0)
-    return DecodeBatch(anchors, lengths, positions, slots, sampling, live, adjust)
+    rows = None if batch.rows is None else more(batch.rows, 0)
+    return DecodeBatch(anchors, lengths, positions, slots, sampling, live, adjust, rows)
 
 
 class PaddedStep(DecodeStep):
@@ -101,7 +102,7 @@ class CapturedStep(PaddedStep):
             table[buffers.rows[:, None], full.positions] = full.slots.to(torch.int32)
             buffers.begin(slots, table, 0, None)
 
-        step = FusedStep(self._draft_net, self._target_net, buffers)
+        step = FusedStep(self._draft_net, self._target_net, buffers, self._replay)
 
         def sampling(rows: torch.Tensor, kind: str) -> SamplingRows:
             names = (*LEFTOVERS, "greedy")
