@@ -70,10 +70,9 @@ def build_replay(settings: Settings, gamma: int, requests: RequestTable) -> Repl
 
 
 def assign_classes(replay: Replay, batch: Any, requests: RequestTable) -> None:
-    """Store the classes that the requests of a prefill batch name."""
+    """Store the classes that the requests of a prefill batch name; refused ones pass here once, too."""
     names = replay.names
-    wanted = [_named(req) for req in batch.reqs]
-    indices = [-1 if name is None else names.index(name) for name in wanted]
+    indices = [names.index(name) if name in names else -1 for name in map(_named, batch.reqs)]
     replay.assign(batch.req_pool_indices.to(torch.int64), requests.staged(indices))
 
 

@@ -79,7 +79,10 @@ def test_requests_name_classes() -> None:
     assert replay._table.classes.tolist() == [-1, -1, -1, -1, 3, -1]
     simulate.assign_classes(replay, SimpleNamespace(reqs=[req()], req_pool_indices=torch.tensor([4])), requests)
     assert replay._table.classes.tolist() == [-1] * 6, "the next request of the row names none"
-    assert "one of high" in str(simulate.refusal(req(custom_params={simulate.REQUEST_KEY: "hihg"})))
+    unknown = req(custom_params={simulate.REQUEST_KEY: "hihg"})
+    assert "one of high" in str(simulate.refusal(unknown))
+    simulate.assign_classes(replay, SimpleNamespace(reqs=[unknown], req_pool_indices=torch.tensor([4])), requests)
+    assert replay._table.classes.tolist() == [-1] * 6, "a refused request is prefilled once"
     for grammar in ({"regex": "a"}, {"json_schema": "{}"}, {"ebnf": "root ::= 'a'"}, {"structural_tag": "{}"}):
         assert "grammar" in str(simulate.refusal(req(**grammar)))
 
