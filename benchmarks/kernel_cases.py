@@ -20,6 +20,7 @@ from dspark.kernels import (
     triton_inject,
     triton_markov,
     triton_pack,
+    triton_replay,
     triton_rope,
     triton_scan,
 )
@@ -271,6 +272,28 @@ def adjust_case(shapes: Shapes) -> Case:
     return Case("adjust", *arms, 2 * size_of(logits) + size_of(table.counts, table.bias))
 
 
+def replay_draft_case(shapes: Shapes) -> Case:
+    """One of 8,192 blocks for every request."""
+    requests, gamma, device = shapes.requests, shapes.gamma, shapes.device
+    rows, one = torch.arange(requests, device=device), torch.zeros(1, dtype=torch.int64, device=device)
+    blocks = torch.rand(8192, gamma, device=device), randint(shapes, gamma + 1, 8192).to(torch.int32)
+    seeds = randint(shapes, 1 << 62, requests)
+    table = triton_replay.ReplayTable(*blocks, one, one + 8192, one, torch.full_like(rows, -1), seeds)
+    out = empty(shapes, requests, dtype=torch.int32), empty(shapes, requests, gamma)
+    arms = both(triton_replay, "replay_draft", table, rows, randint(shapes, 4000, requests), *out)
+    return Case("replay draft", *arms, 2 * size_of(*out))
+
+
+def replay_accept_case(shapes: Shapes) -> Case:
+    """Counts of blocks over those of the rule."""
+    requests, window = shapes.requests, shapes.gamma + 1
+    drafts, accepted = randint(shapes, shapes.vocab, requests, shapes.gamma), randint(shapes, window, requests)
+    lens = torch.full((requests,), window, dtype=torch.int32, device=shapes.device)
+    out, positions = accept_greedy.FlatResult.empty(requests, window, shapes.device), randint(shapes, 4000, requests)
+    arms = both(triton_replay, "replay_accept", drafts, accepted.to(torch.int32), lens, out, None, positions)
+    return Case("replay accept", *arms, size_of(drafts, lens, out.flat))
+
+
 CASES: dict[str, Callable[[Shapes], Case]] = {
     "begin": begin_case,
     "gather": gather_case,
@@ -287,4 +310,6 @@ CASES: dict[str, Callable[[Shapes], Case]] = {
     "accept-sampled": accept_sample_case,
     "filter": filter_case,
     "adjust": adjust_case,
+    "replay-draft": replay_draft_case,
+    "replay-accept": replay_accept_case,
 }

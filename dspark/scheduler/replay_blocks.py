@@ -174,6 +174,8 @@ def _of_trace(rows: list[Mapping[str, str]], gamma: int, source: str) -> list[Bl
             f"found {source} with survivals outside of [0, 1], or accepted other than 0 or 1; correct the rows"
         )
     names = np.array([row["request_class"] for row in rows[::length]])
+    if EVERY_BLOCK in names:
+        raise ConfigError(f"found the class {EVERY_BLOCK!r} in {source}; this name holds all blocks; rename the class")
     confidence, leading = _conditional(survival), _leading(accepted == 1)
     kinds = {EVERY_BLOCK: np.ones(names.shape, dtype=bool)} | {name: names == name for name in sorted(set(names))}
     return [BlockClass(str(name), confidence[chosen], leading[chosen]) for name, chosen in kinds.items()]

@@ -100,6 +100,20 @@ def test_every_mode_commits_the_head_of_the_block(kind: str, filters: bool, step
     assert seen == set(range(GAMMA + 1)), "every count of accepted drafts occurred"
 
 
+@pytest.mark.parametrize("step", STEPS)
+def test_a_drafter_without_confidences(step: str) -> None:
+    """Counts are replayed all the same, in full windows."""
+    world = adjusted_world("sampled", False, False)
+    world.draft.confidence_head = None
+    classes = levels(GAMMA)
+    replay = replay_of(world, classes, 1)
+    for _ in range(4):
+        accepted, _ = blocks_of(world, [classes[1]] * REQUESTS)
+        outcome = world.run(budgets(world, 0, 0)["static"], step=replaying(STEPS[step], replay))
+        assert_equal(outcome.accept.committed, accepted + 1, "committed")
+        world.check_context()
+
+
 def test_a_draft_off_step_replays_nothing() -> None:
     world = adjusted_world("greedy", False, False)
     replay = replay_of(world, levels(GAMMA), list(LEVELS).index("high"))

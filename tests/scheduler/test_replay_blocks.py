@@ -125,6 +125,7 @@ BAD = {
     "position.csv": (HEADER + "x,0,first,0.5,1\n", "position 'first'"),
     "number.csv": (HEADER + "".join(f"x,0,{k},half,0\n" for k in (1, 2, 3)), "half"),
     "range.csv": (HEADER + "".join(f"x,0,{k},1.5,0\n" for k in (1, 2, 3)), r"outside of \[0, 1\]"),
+    "all.csv": (HEADER + "".join(f"all,0,{k},0.5,0\n" for k in (1, 2, 3)), "class 'all'"),
     "plain.csv.gz": ("not gzipped", "cannot be read"),
 }
 
