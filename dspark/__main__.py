@@ -31,6 +31,7 @@ def _parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     _add_doctor(commands)
     _add_demo(commands)
+    _add_bench(commands)
     return parser
 
 
@@ -63,6 +64,24 @@ def _add_demo(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> 
     parser.set_defaults(run=_demo)
 
 
+def _add_bench(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    parser = commands.add_parser("bench", help="compare the speed of the arms on your own prompts")
+    parser.add_argument("--prompts", type=Path, help="a file with a prompt a line, JSON lines, or a folder of those")
+    parser.add_argument("--concurrency", default="1,8,32", help="users at once, e.g. %(default)s")
+    parser.add_argument("--target", type=Path, metavar="MODEL", help="with --draft: start the servers")
+    parser.add_argument("--draft", type=Path, metavar="MODEL")
+    parser.add_argument("--url", action="append", metavar="ARM=URL", help="a running server (none, builtin, dspark)")
+    parser.add_argument("--arms", help="of none,builtin,dspark; default: all that run on this machine")
+    parser.add_argument("--requests", type=int, help="per arm and concurrency; default: all prompts, at least 4 a user")
+    parser.add_argument("--max-new-tokens", type=int, default=256, metavar="N")
+    parser.add_argument("--temperature", type=float, default=0.0)
+    parser.add_argument("--raw", action="store_true", help="send prompts as they are, not as chat messages")
+    parser.add_argument("--device", choices=("cpu", "cuda"), help="default: cuda if there is one")
+    parser.add_argument("--server-args", default="", metavar="FLAGS", help="further flags of all servers, one string")
+    parser.add_argument("--out", type=Path, metavar="FILE.json")
+    parser.set_defaults(run=_bench)
+
+
 def _doctor(args: argparse.Namespace) -> int:
     from dspark.host.doctor import main as doctor
 
@@ -73,6 +92,12 @@ def _demo(args: argparse.Namespace) -> int:
     from dspark.demo.run import main as demo
 
     return demo(args)
+
+
+def _bench(args: argparse.Namespace) -> int:
+    from dspark.bench.run import main as bench
+
+    return bench(args)
 
 
 if __name__ == "__main__":

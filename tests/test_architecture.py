@@ -27,7 +27,8 @@ ARROWS = {
     "worker": {"errors", "types", "config", "kernels", "drafter", "scheduler", "cuda_graph", "observe"},
     "host": {"errors", "types", "config", "kernels", "drafter", "scheduler", "cuda_graph", "observe", "worker"},
     "demo": {"errors", "config"},
-    "__main__": {"errors", "config", "demo", "host"},
+    "bench": {"errors", "config", "demo"},
+    "__main__": {"errors", "config", "bench", "demo", "host"},
     "__init__": {"errors"},
 }
 FORBIDDEN = (

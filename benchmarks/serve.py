@@ -1,0 +1,210 @@
+"""Tokens per second over the batch size: no speculation, EAGLE, SGLang's built-in DSPARK and this package.
+
+    python -m benchmarks.serve --model qwen3-8b --out benchmarks/results/serve_h200.json
+    python -m benchmarks.serve --target TARGET --draft DRAFT --prompts examples/prompts --out serve_h200.json
+    python -m benchmarks.serve --verdict serve_h200.json
+
+One server per arm and model. A round sends ``batch`` greedy requests in one HTTP request, as SGLang's
+``one_batch_server`` does, and takes tokens per second from the lines that the host's scheduler logs while all of them
+decode: prefill and the tail in which some have finished do not count, and all arms see the same contexts.
+``--cross-check BATCH`` runs ``sglang.benchmark.one_batch_server`` itself against each server too and stores its result.
+
+Acceptance: ``real`` with weights; else the levels high, middle, low and hopeless, which our server replays live and
+switches between without a restart. Arms that cannot replay (the built-in; ours pinned to full windows) are timed at
+pinned budgets and combined with the level's tokens: ``composed`` (``benchmarks.composed``). No variable simulates the
+built-in's acceptance: any makes it leave its faster accept path, and dummy weights accept nothing anyway.
+
+The file is written after every cell and read at start: cells that it has are skipped. Verdicts come last.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import shlex
+import subprocess
+import sys
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+
+from benchmarks import composed, machine, serve_arms, serve_cells, verdict
+from dspark.demo.server import ServerProcess, default_device
+from dspark.scheduler.replay_blocks import levels as replayed_levels
+
+
+class Results:
+    """The output file: what is in it already, and one write after every cell."""
+
+    def __init__(self, path: Path | None, command: str) -> None:
+        self._path = path
+        self.value: dict[str, Any] = {"rows": [], "step_times": [], "checks": []}
+        if path is not None and path.exists():
+            self.value |= json.loads(path.read_text())
+        described = machine.describe()
+        self.value |= {"machine": described, "versions": described["versions"]}
+        self.value["command"] = "; ".join(filter(None, [self.value.get("command"), command]))
+
+    def has(self, kind: str, **key: Any) -> bool:
+        """Whether the list ``kind`` has an entry with these fields."""
+        return any(all(one.get(name) == value for name, value in key.items()) for one in self.value[kind])
+
+    def add(self, kind: str, entry: dict[str, Any]) -> None:
+        """Append an entry and write the file."""
+        self.value[kind].append(entry)
+        self.write()
+
+    def write(self) -> None:
+        """Write the file, if there is one."""
+        if self._path is not None:
+            self._path.write_text(json.dumps(self.value, indent=1) + "\n")
+
+
+def cells_of(args: argparse.Namespace, engine: str, results: Results) -> list[serve_cells.Cell]:
+    """What an engine has to measure and the file does not have."""
+    found = []
+    for batch in args.batches:
+        for arm in args.arms:
+            if serve_arms.engine_of(arm, args.own_static) != engine:
+                continue
+            if args.real or arm == "dspark-compact":
+                found += [serve_cells.live(arm, batch, level) for level in args.levels]
+            elif arm in ("none", "eagle"):
+                found.append(serve_cells.live(arm, batch, verdict.ANY))
+            else:
+                budgets = args.budgets if arm == "builtin-compact" else [args.gamma]
+                found += [serve_cells.timed(arm, batch, part * batch) for part in budgets]
+                if arm == "dspark-static" and batch == args.batches[len(args.batches) // 2]:
+                    found.append(serve_cells.check(arm, batch, args.levels[0]))
+    found.sort(key=lambda cell: (cell.arm, cell.acceptance, cell.batch))
+    return [cell for cell in found if not results.has(cell.kind, model=args.model, **cell.key)]
+
+
+def run_engine(args: argparse.Namespace, engine: str, results: Results, table: Path | None, console: Console) -> None:
+    """Start the server of an engine and measure its cells."""
+    cells = cells_of(args, engine, results)
+    if not cells:
+        console.print(f"{engine}: nothing left to measure")
+        return
+    with serve_arms.start(args, engine, table) as server:
+        print(file=sys.stderr)
+        bench = serve_cells.Bench(args, server)
+        for number, cell in enumerate(cells, start=1):
+            entry = bench.measure(cell)
+            results.add(cell.kind, {"model": args.model, **entry})
+            console.print(f"{engine} {number}/{len(cells)}: {serve_cells.describe(entry)}")
+        if args.cross_check:
+            results.add("checks", {"model": args.model, "engine": engine, **cross_check(args, server)})
+        results.value.setdefault("servers", {})[f"{args.model} {engine}"] = serve_cells.server_facts(server)
+        results.write()
+
+
+def cross_check(args: argparse.Namespace, server: ServerProcess) -> dict[str, Any]:
+    """What the host's own benchmark reports of one batch on the same server."""
+    command = [sys.executable, "-m", "sglang.benchmark.one_batch_server", "--model", "None", "--base-url", server.url]
+    command += ["--batch-size", str(args.cross_check), "--output-len", str(args.tokens), "--temperature", "0"]
+    command += ["--input-len", str(args.input_len), "--show-report", "--skip-warmup", "--no-append-to-github-summary"]
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "result.jsonl"
+        done = subprocess.run([*command, "--result-filename", str(path)], capture_output=True, text=True, timeout=300)
+        lines = path.read_text().splitlines() if path.exists() else []
+    if done.returncode or not lines:
+        return {"tool": "one_batch_server", "error": (done.stderr or done.stdout)[-400:]}
+    return {"tool": "one_batch_server", **json.loads(lines[-1])}
+
+
+def finish(results: Results, console: Console) -> None:
+    """Compose rows, judge, print."""
+    value = results.value
+    value["rows"] = [row for row in value["rows"] if "composed" not in row["labels"]]
+    for model in sorted({one["model"] for one in value["step_times"]}):
+        gamma = next(one["gamma"] for one in value["step_times"] if one["model"] == model)
+        wanted = {row["acceptance"] for row in value["rows"] if row["model"] == model}
+        blocks = [(one.name, one.confidence, one.accepted) for one in replayed_levels(gamma) if one.name in wanted]
+        value["rows"] += composed.rows(value["step_times"], model, blocks)
+    value["verdicts"] = verdict.verdicts(value["rows"])
+    results.write()
+    if value["verdicts"]:
+        console.print(verdict.table(value["verdicts"]))
+        slower = [one for one in value["verdicts"] if not one["never_slower"]]
+        faster = sum(bool(one.get("clearly_faster")) for one in value["verdicts"])
+        console.print(
+            f"{len(value['verdicts'])} cells: {len(slower)} slower than {verdict.NEVER_SLOWER} of the best other arm, "
+            f"{faster} at {verdict.CLEARLY_FASTER} of the best static arm or plain decoding, or above (*)"
+        )
+    for check in value["checks"]:
+        for row in value["rows"]:
+            names = ("model", "arm", "batch", "acceptance")
+            if "composed" in row["labels"] and all(row[name] == check.get(name) for name in names):
+                check["composed_over_live"] = row["tok_s"] / check["tok_s"]
+        console.print({name: entry for name, entry in check.items() if name != "tok_s_repeats"})
+    results.write()
+
+
+def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
+    add = parser.add_argument
+
+    def numbers(text: str) -> list[int]:
+        return [int(part) for part in text.split(",")]
+
+    add("--target", type=Path)
+    add("--draft", type=Path)
+    add("--model", default="smollm2", help="name of the rows; qwen3-8b, qwen3-14b: dummy weights, no paths")
+    add("--eagle", type=Path, metavar="FOLDER", help="an EAGLE draft of the target: adds the arm eagle")
+    add("--arms", type=lambda text: text.split(","), help=", ".join(serve_arms.ARMS))
+    add("--batches", type=numbers, default=[1, 2, 4, 8, 16, 32, 64, 128, 256])
+    add("--levels", type=lambda text: text.split(","), help="real, or some of high,middle,low,hopeless")
+    add(
+        "--budgets",
+        type=numbers,
+        default=[0, 1, 2, 3, 5, 7],
+        help="drafts per request at which built-in steps are timed",
+    )
+    add("--repeats", type=int, default=5)
+    add("--tokens", type=int, default=256, help="per request and round")
+    add("--input-len", type=int, default=64, help="prompt tokens where prompts are invented")
+    add("--prompts", type=Path, nargs="+", default=[Path("examples/prompts")], metavar="DIR_OR_JSONL")
+    add("--log-interval", type=int, default=8, help="decode steps per line of the host's log")
+    add(
+        "--own-static",
+        action="store_true",
+        help="a server of its own for dspark-static, instead of pinned full windows",
+    )
+    add("--table", type=Path, help="cost table for both compact arms; default: ours measures, the built-in gets that")
+    add("--cross-check", type=int, default=0, metavar="BATCH")
+    add("--device", default=default_device())
+    add("--server-args", default="", help="further flags of all servers, one string")
+    add("--out", type=Path, metavar="FILE.json")
+    add("--verdict", type=Path, nargs="+", metavar="FILE.json", help="measure nothing: judge these results together")
+    return parser.parse_args(argv)
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    args = parse_arguments(argv)
+    console = Console(width=180 if not sys.stdout.isatty() else None, highlight=False, soft_wrap=True)
+    command = "python -m benchmarks.serve " + shlex.join(sys.argv[1:] if argv is None else argv)
+    if args.verdict:
+        results = Results(args.out, command)
+        for path in args.verdict:
+            part = json.loads(path.read_text())
+            for kind in ("rows", "step_times", "checks"):
+                results.value[kind] += part[kind]
+            results.value |= {name: part[name] for name in ("machine", "versions", "command")}
+        finish(results, console)
+        return
+    with tempfile.TemporaryDirectory(prefix=f"{args.model}-") as folder:
+        serve_arms.resolve_model(args, Path(folder))
+        results = Results(args.out, command)
+        # Ours first: what it measures is the built-in's table.
+        for engine in serve_arms.engines(args):
+            run_engine(args, engine, results, serve_arms.measured_table(args, results.value), console)
+    finish(results, console)
+    print(json.dumps({"rows": results.value["rows"], "verdicts": results.value["verdicts"]}))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,121 @@
+"""The arms of ``benchmarks.serve``: which server runs each, with which flags and variables."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import shlex
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+from benchmarks import shapes
+from dspark.config import SIMULATE_VARIABLE
+from dspark.demo.server import ServerProcess, device_args
+from dspark.scheduler import replay_blocks
+from dspark.scheduler.cost_file import load_cost_model, to_host_additive_json
+
+ARMS = ("none", "eagle", "builtin-static", "builtin-compact", "dspark-static", "dspark-compact")
+REAL = "real"
+ENVIRONMENT = {
+    "builtin-static": {"SGLANG_DSPARK_IMPL": "builtin", "SGLANG_RAGGED_VERIFY_MODE": "static"},
+    "builtin-compact": {"SGLANG_DSPARK_IMPL": "builtin", "SGLANG_RAGGED_VERIFY_MODE": "compact"},
+    "dspark-static": {"SGLANG_RAGGED_VERIFY_MODE": "static"},
+    "dspark-compact": {"SGLANG_RAGGED_VERIFY_MODE": "compact"},
+}
+# Steep enough that the built-in does not take it for flat, which would switch its budgets, and pins of them, off.
+_STEEP = {
+    "bias_seconds": 0.01,
+    "bs_probes": [1],
+    "alpha_seconds": [0.0],
+    "m_probes": [1, 64, 4096],
+    "theta_seconds": [0.001, 0.064, 4.096],
+}
+_EAGLE = ("--speculative-num-steps", "3", "--speculative-eagle-topk", "1", "--speculative-num-draft-tokens", "4")
+
+
+def resolve_model(args: argparse.Namespace, folder: Path) -> None:
+    """Target, draft and flags of a model that has no weights here (``benchmarks.shapes``), and the default levels."""
+    if args.model in shapes.SHAPES:
+        shapes.write(args.model, folder)
+        args.target, args.draft = folder / "target", folder / "draft"
+        args.server_args = f"{shapes.DUMMY_FLAGS} {args.server_args}"
+    elif args.target is None or args.draft is None:
+        raise SystemExit(f"found model {args.model!r} without --target and --draft; both are required")
+    args.levels = args.levels or (list(replay_blocks.LEVELS) if args.model in shapes.SHAPES else [REAL])
+    args.real = args.levels == [REAL]
+    if REAL in args.levels and not args.real:
+        raise SystemExit(f"found --levels {','.join(args.levels)}; required is {REAL} alone, or simulated levels only")
+    if args.real and args.model in shapes.SHAPES:
+        raise SystemExit(f"found --levels {REAL} for {args.model}, whose weights are dummies; required are weights")
+    args.gamma = int(json.loads((args.draft / "config.json").read_text())["block_size"])
+
+
+def engine_of(arm: str, own_static: bool) -> str:
+    """The arm whose server measures ``arm``: ours pins full windows on its compact server unless told otherwise."""
+    return "dspark-compact" if arm == "dspark-static" and not own_static else arm
+
+
+def start(args: argparse.Namespace, engine: str, table: Path | None) -> ServerProcess:
+    """The server of an engine, not yet started.
+
+    Args:
+        table: cost table in one of our forms, for the compact arms; None: each does what it does without one.
+    """
+    most = str(max(args.batches))
+    flags = ["--model-path", str(args.target), *device_args(args.device), *shlex.split(args.server_args)]
+    flags += ["--max-running-requests", most, "--decode-log-interval", str(args.log_interval)]
+    if args.device != "cpu":
+        flags += ["--cuda-graph-max-bs-decode", most]
+    environment = dict(ENVIRONMENT.get(engine, {}))
+    if engine == "eagle":
+        flags += ["--speculative-algorithm", "EAGLE", "--speculative-draft-model-path", str(args.eagle), *_EAGLE]
+    elif engine != "none":
+        flags += ["--speculative-algorithm", "DSPARK", "--speculative-draft-model-path", str(args.draft)]
+    if engine == "builtin-compact":
+        flags += ["--speculative-dspark-sps-table-path", str(_builtin_table(args, table))]
+    elif engine == "dspark-compact" and args.table:
+        flags += ["--speculative-dspark-sps-table-path", str(args.table)]
+    if engine.startswith("dspark") and not args.real:
+        environment[SIMULATE_VARIABLE] = args.levels[0]
+
+    def progress(seconds: float, line: str) -> None:
+        print(f"\r{engine}: starting, {seconds:.0f} s", end="", file=sys.stderr, flush=True)
+
+    return ServerProcess(flags, env=environment, timeout_seconds=420, progress=progress)
+
+
+def _builtin_table(args: argparse.Namespace, table: Path | None) -> Path:
+    """A file in the built-in's own schema: what ours has measured, or a steep one if every budget is pinned anyway."""
+    path = Path(tempfile.mkdtemp(prefix="dspark-serve-")) / "builtin-table.json"
+    if table is None:
+        path.write_text(json.dumps(_STEEP))
+    else:
+        context = args.input_len + args.tokens / 2
+        path.write_text(to_host_additive_json(load_cost_model(table), context))
+    return path
+
+
+def select_level(server: ServerProcess, level: str) -> None:
+    """Replay another level from now on."""
+    server.set_state(dspark_simulate_class=list(replay_blocks.LEVELS).index(level))
+
+
+def engines(args: argparse.Namespace) -> list[str]:
+    """Engines in the order in which they run: ours first, since what it measures is the built-in's table."""
+    args.arms = args.arms or [arm for arm in ARMS if arm != "eagle" or args.eagle]
+    unknown = [arm for arm in args.arms if arm not in ARMS]
+    if unknown or ("eagle" in args.arms and not args.eagle):
+        raise SystemExit(f"found arms {args.arms}; required are some of {', '.join(ARMS)}, and --eagle for eagle")
+    wanted = {engine_of(arm, args.own_static) for arm in args.arms}
+    return [
+        engine
+        for engine in ("dspark-compact", "dspark-static", "builtin-compact", "builtin-static", "eagle", "none")
+        if engine in wanted
+    ]
+
+
+def measured_table(args: argparse.Namespace, results: dict[str, Any]) -> Path | None:
+    """The table that the built-in gets: the one of the command line, else what our server of this run has measured."""
+    return args.table
