@@ -5,9 +5,10 @@
 
 One server in ``cap-accept``: it verifies full windows, commits what compact mode would, and so knows the ceiling, what
 a full window would have committed. All prompt files are asked at once, shuffled, ``--concurrency`` requests in flight.
-Utilisation = committed tokens / ceiling, summed over steps. ``--pins``: shares of the drafts that are verified;
-``plan`` leaves them to the scheduler (a small model on a large GPU: full windows, since rows cost nothing there). Step
-records read tensors back, so no time is reported. A table, a JSON file beside the picture, one JSON object at the end.
+Utilisation = committed tokens / ceiling, summed over steps. ``--costs`` names what the scheduler believes, one server
+each: ``own`` is what it measures or estimates (a small model on a large GPU: full windows, since rows cost nothing
+there), a number N a table by hand in which the fixed part of a step costs as much as N rows per request. Step records
+read tensors back, so no time is reported. A table, a JSON file beside the picture, one JSON object at the end.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ import json
 import random
 import shlex
 import sys
+import tempfile
 from collections.abc import Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from pathlib import Path
@@ -35,16 +37,33 @@ from benchmarks import machine
 from benchmarks.acceptance import Prompt, load_prompts
 from dspark.demo.server import ServerProcess, default_device, device_args
 
-PLAN = "plan"
+OWN = "own"
+ROW_SECONDS = 1e-4  # of the tables by hand
 BAR = 0.88  # utilisation of the ceiling
 ALL = "all"
 
 
-def start(args: argparse.Namespace) -> ServerProcess:
+def cost_table(fixed_rows: float, concurrency: int) -> dict[str, Any]:
+    """A table by hand: every row costs the same, and the rest of a step as much as ``fixed_rows`` rows per request."""
+    rows = [1, 2, 64, 4096]
+    return {
+        "bias_seconds": fixed_rows * concurrency * ROW_SECONDS,
+        "bs_probes": [1],
+        "alpha_seconds": [0.0],
+        "m_probes": rows,
+        "theta_seconds": [count * ROW_SECONDS for count in rows],
+    }
+
+
+def start(args: argparse.Namespace, cost: str, folder: Path) -> ServerProcess:
     """The server, not yet started."""
     flags = ["--model-path", str(args.target), *device_args(args.device), *shlex.split(args.server_args)]
     flags += ["--speculative-algorithm", "DSPARK", "--speculative-draft-model-path", str(args.draft)]
     flags += ["--max-running-requests", str(args.concurrency)]
+    if cost != OWN:
+        path = folder / f"costs-{cost}.json"
+        path.write_text(json.dumps(cost_table(float(cost), args.concurrency)))
+        flags += ["--speculative-dspark-sps-table-path", str(path)]
     env = {"SGLANG_RAGGED_VERIFY_MODE": "cap-accept", "SGLANG_DSPARK_DEBUG_DUMP": "reqs"}
 
     def progress(seconds: float, line: str) -> None:
@@ -53,19 +72,19 @@ def start(args: argparse.Namespace) -> ServerProcess:
     return ServerProcess(flags, env=env, timeout_seconds=420, progress=progress)
 
 
-def serve(args: argparse.Namespace, server: ServerProcess, prompts: Sequence[Prompt], pin: str) -> list[dict[str, Any]]:
+def serve(
+    args: argparse.Namespace, server: ServerProcess, prompts: Sequence[Prompt], cost: str
+) -> list[dict[str, Any]]:
     """Ask everything once; the step records of all requests, each with its workload."""
-    fraction = -1.0 if pin == PLAN else float(pin)
-    server.flush_cache()
-    server.set_state(dspark_force_budget_frac=fraction, dspark_clear_info_records=1)
+    server.set_state(dspark_clear_info_records=1)
     params = {"temperature": args.temperature, "max_new_tokens": args.tokens, "ignore_eos": False}
-    kinds = {f"mixed-{pin}-{i}": prompt for i, prompt in enumerate(prompts)}
+    kinds = {f"mixed-{i}": prompt for i, prompt in enumerate(prompts)}
     with ThreadPoolExecutor(args.concurrency) as clients:
         futures = [
             clients.submit(server.generate, prompt.ids, rid=rid, sampling_params=params)
             for rid, prompt in kinds.items()
         ]
-        for future in track(as_completed(futures), f"pin {pin}", len(futures), console=Console(stderr=True)):
+        for future in track(as_completed(futures), f"costs {cost}", len(futures), console=Console(stderr=True)):
             future.result()
     record = server.server_info()["internal_states"][0]["dspark_info_record"]
     if record["dropped_steps"]:
@@ -74,24 +93,26 @@ def serve(args: argparse.Namespace, server: ServerProcess, prompts: Sequence[Pro
         {"kind": kinds[one["rid"]].set_name, **{name: one[name] for name in ("verify_len", "committed", "ceiling")}}
         for step in record["steps"]
         for one in step["requests"]
-        if one["rid"] in kinds and one["ceiling"] is not None
+        if one["rid"] in kinds and one["ceiling"] is not None  # a step without a draft has no ceiling
     ]
 
 
-def summarise(steps: Iterable[dict[str, Any]], pin: str, window: int) -> list[dict[str, Any]]:
+def summarise(steps: Iterable[dict[str, Any]], cost: str, window: int) -> list[dict[str, Any]]:
     """Sums per workload, by falling mean window; the last row is all of them."""
     by_kind: dict[str, list[tuple[int, int, int]]] = {}
     for step in steps:
         numbers = (step["verify_len"], len(step["committed"]), step["ceiling"])
         by_kind.setdefault(step["kind"], []).append(numbers)
         by_kind.setdefault(ALL, []).append(numbers)
+    if not by_kind:
+        raise SystemExit(f"found no step that knows its ceiling (costs {cost}); required are steps that draft")
     rows = []
     for kind, numbers in by_kind.items():
         windows, committed, ceiling = np.array(numbers).T
         rows.append(
             {
                 "kind": kind,
-                "pin": pin,
+                "costs": cost,
                 "steps": len(numbers),
                 "mean_window": float(windows.mean()),
                 "committed": int(committed.sum()),
@@ -110,7 +131,7 @@ def verdict(rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
     ordered = [row["kind"] for row in sorted(kinds, key=lambda row: -row["ceiling_length"])]
     lowest = min(row["utilisation"] for row in rows)
     return {
-        "pin": rows[0]["pin"],
+        "costs": rows[0]["costs"],
         "by_window": [row["kind"] for row in kinds],
         "by_ceiling": ordered,
         "windows_follow": ordered == [row["kind"] for row in kinds],
@@ -122,21 +143,21 @@ def verdict(rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
 def table(rows: Sequence[dict[str, Any]]) -> Table:
     """The rows for people."""
     view = Table(title="cap-accept on mixed traffic", title_justify="left")
-    for name in ("pin", "workload", "steps", "mean window", "committed", "ceiling", "utilisation"):
-        view.add_column(name, justify="left" if name in ("pin", "workload") else "right")
+    for name in ("costs", "workload", "steps", "mean window", "committed", "ceiling", "utilisation"):
+        view.add_column(name, justify="left" if name in ("costs", "workload") else "right")
     for row in rows:
         per_step = row["committed"] / row["steps"]
         numbers = (f"{row['mean_window']:.2f}", f"{per_step:.2f}", f"{row['ceiling_length']:.2f}")
-        view.add_row(row["pin"], row["kind"], str(row["steps"]), *numbers, f"{row['utilisation']:.3f}")
+        view.add_row(row["costs"], row["kind"], str(row["steps"]), *numbers, f"{row['utilisation']:.3f}")
     return view
 
 
 def draw(rows: Sequence[dict[str, Any]], path: Path) -> None:
-    """Per pin: mean window and utilisation on the left, shares of windows on the right."""
-    pins = list(dict.fromkeys(row["pin"] for row in rows))
-    figure, panels = plt.subplots(len(pins), 2, figsize=(10, 3.2 * len(pins)), squeeze=False)
-    for (left, right), pin in zip(panels, pins, strict=True):
-        kinds = [row for row in rows if row["pin"] == pin and row["kind"] != ALL]
+    """Per cost table: mean window and utilisation on the left, shares of windows on the right."""
+    costs = list(dict.fromkeys(row["costs"] for row in rows))
+    figure, panels = plt.subplots(len(costs), 2, figsize=(10, 3.2 * len(costs)), squeeze=False)
+    for (left, right), cost in zip(panels, costs, strict=True):
+        kinds = [row for row in rows if row["costs"] == cost and row["kind"] != ALL]
         colours = plt.cm.viridis(np.linspace(0.15, 0.8, len(kinds)))
         bars = left.bar([row["kind"] for row in kinds], [row["mean_window"] for row in kinds], color=colours)
         left.bar_label(
@@ -144,7 +165,7 @@ def draw(rows: Sequence[dict[str, Any]], path: Path) -> None:
         )
         left.set_ylim(0, 1.25 * max(row["mean_window"] for row in kinds))
         left.set_ylabel("rows verified per step")
-        left.set_title("as planned" if pin == PLAN else f"{float(pin):.0%} of the drafts", fontsize=9, loc="left")
+        left.set_title("own costs" if cost == OWN else f"a step costs {cost} rows per request", fontsize=9, loc="left")
         width = 0.8 / len(kinds)
         for i, (row, colour) in enumerate(zip(kinds, colours, strict=True)):
             shares = 100 * np.array(row["windows"]) / row["steps"]
@@ -164,7 +185,7 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     add("--draft", type=Path)
     add("--prompts", type=Path, nargs="+", default=[Path("examples/prompts")], metavar="DIR_OR_JSONL")
     add("--per-set", type=int, default=10_000, help="first prompts of each file")
-    add("--pins", type=lambda text: text.split(","), default=[PLAN, "0.5"], help="plan, or shares in (0, 1]")
+    add("--costs", type=lambda text: text.split(","), default=[OWN, "8"], help="own, or rows per request")
     add("--concurrency", type=int, default=64)
     add("--tokens", type=int, default=192, help="per request, at most")
     add("--temperature", type=float, default=0.0)
@@ -188,15 +209,16 @@ def main(argv: Sequence[str] | None = None) -> None:
     random.Random(0).shuffle(prompts)
     rows: list[dict[str, Any]] = []
     window = int(json.loads((args.draft / "config.json").read_text())["block_size"]) + 1
-    with start(args) as server:
-        print(file=sys.stderr)
-        for pin in args.pins:
-            rows += summarise(serve(args, server, prompts, pin), pin, window)
+    with tempfile.TemporaryDirectory() as folder:
+        for cost in args.costs:
+            with start(args, cost, Path(folder)) as server:
+                print(file=sys.stderr)
+                rows += summarise(serve(args, server, prompts, cost), cost, window)
     result = {
         "machine": machine.describe(),
         "command": "python -m benchmarks.mixed " + shlex.join(sys.argv[1:] if argv is None else argv),
         "rows": rows,
-        "verdicts": [verdict([row for row in rows if row["pin"] == pin]) for pin in args.pins],
+        "verdicts": [verdict([row for row in rows if row["costs"] == cost]) for cost in args.costs],
     }
     args.out.with_suffix(".json").write_text(json.dumps(result, indent=1))
     draw(rows, args.out)
