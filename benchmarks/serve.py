@@ -29,11 +29,11 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from dspark.scheduler.replay_blocks import levels as replayed_levels
 from rich.console import Console
 
 from benchmarks import composed, machine, serve_arms, serve_cells, verdict
 from dspark.demo.server import ServerProcess, default_device
-from dspark.scheduler.replay_blocks import levels as replayed_levels
 
 
 class Results:
@@ -83,12 +83,17 @@ def cells_of(args: argparse.Namespace, engine: str, results: Results) -> list[se
     return [cell for cell in found if not results.has(cell.kind, model=args.model, **cell.key)]
 
 
-def run_engine(args: argparse.Namespace, engine: str, results: Results, table: Path | None, console: Console) -> None:
+def run_engine(args: argparse.Namespace, engine: str, results: Results, console: Console) -> None:
     """Start the server of an engine and measure its cells."""
     cells = cells_of(args, engine, results)
     if not cells:
         console.print(f"{engine}: nothing left to measure")
         return
+    table = serve_arms.measured_table(args)
+    if engine == "builtin-compact" and args.real and table is None:
+        raise SystemExit(
+            "found no cost table for the built-in; required is --table, or a run of ours before (same --out)"
+        )
     with serve_arms.start(args, engine, table) as server:
         print(file=sys.stderr)
         bench = serve_cells.Bench(args, server)
@@ -201,7 +206,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         results = Results(args.out, command)
         # Ours first: what it measures is the built-in's table.
         for engine in serve_arms.engines(args):
-            run_engine(args, engine, results, serve_arms.measured_table(args, results.value), console)
+            run_engine(args, engine, results, console)
     finish(results, console)
     print(json.dumps({"rows": results.value["rows"], "verdicts": results.value["verdicts"]}))
 

@@ -8,7 +8,6 @@ import shlex
 import sys
 import tempfile
 from pathlib import Path
-from typing import Any
 
 from benchmarks import shapes
 from dspark.config import SIMULATE_VARIABLE
@@ -32,6 +31,7 @@ _STEEP = {
     "m_probes": [1, 64, 4096],
     "theta_seconds": [0.001, 0.064, 4.096],
 }
+_TABLES_VARIABLE = "SGLANG_DSPARK_COST_TABLES"
 _EAGLE = ("--speculative-num-steps", "3", "--speculative-eagle-topk", "1", "--speculative-num-draft-tokens", "4")
 
 
@@ -74,9 +74,11 @@ def start(args: argparse.Namespace, engine: str, table: Path | None) -> ServerPr
     elif engine != "none":
         flags += ["--speculative-algorithm", "DSPARK", "--speculative-draft-model-path", str(args.draft)]
     if engine == "builtin-compact":
-        flags += ["--speculative-dspark-sps-table-path", str(_builtin_table(args, table))]
+        flags += _builtin_table(args, table)
     elif engine == "dspark-compact" and args.table:
         flags += ["--speculative-dspark-sps-table-path", str(args.table)]
+    if engine == "dspark-compact":
+        environment[_TABLES_VARIABLE] = str(tables_folder(args))
     if engine.startswith("dspark") and not args.real:
         environment[SIMULATE_VARIABLE] = args.levels[0]
 
@@ -86,15 +88,21 @@ def start(args: argparse.Namespace, engine: str, table: Path | None) -> ServerPr
     return ServerProcess(flags, env=environment, timeout_seconds=420, progress=progress)
 
 
-def _builtin_table(args: argparse.Namespace, table: Path | None) -> Path:
-    """A file in the built-in's own schema: what ours has measured, or a steep one if every budget is pinned anyway."""
-    path = Path(tempfile.mkdtemp(prefix="dspark-serve-")) / "builtin-table.json"
+def _builtin_table(args: argparse.Namespace, table: Path | None) -> list[str]:
+    """Flags of the built-in: what ours has measured, in its schema; a steep table where every budget is pinned anyway.
+
+    Without a measured table it verifies full windows, as it would for any user.
+    """
+    if table is None and args.real:
+        print("builtin-compact: no measured table to give it, so it verifies full windows", file=sys.stderr)
+        return []
+    path = tables_folder(args) / "builtin" / "table.json"
+    path.parent.mkdir(exist_ok=True)
     if table is None:
         path.write_text(json.dumps(_STEEP))
     else:
-        context = args.input_len + args.tokens / 2
-        path.write_text(to_host_additive_json(load_cost_model(table), context))
-    return path
+        path.write_text(to_host_additive_json(load_cost_model(table), args.input_len + args.tokens / 2))
+    return ["--speculative-dspark-sps-table-path", str(path)]
 
 
 def select_level(server: ServerProcess, level: str) -> None:
@@ -116,6 +124,15 @@ def engines(args: argparse.Namespace) -> list[str]:
     ]
 
 
-def measured_table(args: argparse.Namespace, results: dict[str, Any]) -> Path | None:
-    """The table that the built-in gets: the one of the command line, else what our server of this run has measured."""
-    return args.table
+def tables_folder(args: argparse.Namespace) -> Path:
+    """Where our servers keep the tables that they measure: beside the output, so that a resumed run finds them."""
+    folder = args.out.with_suffix(".tables") if args.out else Path(tempfile.gettempdir()) / "dspark-serve-tables"
+    folder = folder.resolve() / args.model
+    folder.mkdir(parents=True, exist_ok=True)
+    return folder
+
+
+def measured_table(args: argparse.Namespace) -> Path | None:
+    """The table that the built-in gets: the one of the command line, else the last that our server has measured."""
+    found = sorted(tables_folder(args).glob("*.json"), key=lambda path: path.stat().st_mtime)
+    return args.table or (found[-1] if found else None)
