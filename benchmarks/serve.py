@@ -29,11 +29,11 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from dspark.scheduler.replay_blocks import levels as replayed_levels
 from rich.console import Console
 
 from benchmarks import composed, machine, serve_arms, serve_cells, verdict
 from dspark.demo.server import ServerProcess, default_device
+from dspark.scheduler.replay_blocks import levels as replayed_levels
 
 
 class Results:
