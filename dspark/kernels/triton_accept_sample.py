@@ -1,9 +1,8 @@
-"""Exact rejection sampling into given buffers, for batches that may hold greedy requests too, in two launches.
+"""Exact rejection sampling into given buffers, for batches that may hold greedy requests too, in three launches.
 
-The first launch has a program per request and tile of the vocabulary. Each one tests the whole chain of its request
-(a few numbers per draft, cheaper than a launch of its own) and races the residual over its tile of the row where the
-chain ends; where nothing is drawn (greedy requests, trimmed chains that passed every test) it stops there. The second
-launch joins the tiles and commits.
+The first tests the chain of each request, a few numbers per draft. The second has a program per request and tile of the
+vocabulary, which races the residual over its tile of the row where the chain ends; where nothing is drawn (greedy
+requests, trimmed chains that passed every test) it stops at once. The third joins the tiles and commits.
 
 Tiles without a residual race the target's row instead, with keys below all others: they count only if the whole row
 has no residual, which is the fallback of the rule.
@@ -31,7 +30,7 @@ from dspark.kernels.triton_accept_greedy import (
     store_result,
 )
 from dspark.kernels.triton_jit import ceil_div, dense, jit, power_of_two, tl
-from dspark.kernels.triton_noise import ACCEPT, RESIDUAL, best_score, column_of, exponentials, uniforms
+from dspark.kernels.triton_noise import ACCEPT, RESIDUAL, best_score, column_of, exp_of, exponentials, over, uniforms
 from dspark.kernels.triton_scan import TILE, TileBuffers, Tiles, load_tiles
 from dspark.types import AcceptResult
 
@@ -74,7 +73,7 @@ def _probability(data, at, top, total, temperature, mask, LOGITS: tl.constexpr):
     """float32 probabilities of the elements ``at``; 0 outside of ``mask``."""
     found = tl.load(data + at, mask=mask, other=0.0).to(tl.float32)
     if LOGITS:
-        found = tl.exp(found * tl.div_rn(1.0, temperature) - top) * tl.div_rn(1.0, total)
+        found = exp_of(found * tl.div_rn(1.0, temperature) - top) * tl.div_rn(1.0, total)
     return tl.where(mask, found, 0.0)
 
 
@@ -135,33 +134,40 @@ def _winner(
     if tl.max(weights) > 0:
         seed, position = tl.load(rule.seeds + request), tl.load(rule.positions + request)
         noise = exponentials(seed, position, accepted.to(tl.int64), first, RESIDUAL, TILE)
-        keys = best_score(weights / noise, column, inside, 1)
+        keys = best_score(over(weights, noise), column, inside, 1)
     return tl.where(left, keys, keys + -0x8000000000000000)
 
 
 @jit
-def _tile_kernel(
-    chains, rule, p, q, out, tiles, vocab, PACKED: tl.constexpr, P_LOGITS: tl.constexpr, Q_LOGITS: tl.constexpr,
-    GREEDY: tl.constexpr, CEILING: tl.constexpr, COLS: tl.constexpr, TILE: tl.constexpr
+def _chain_kernel(
+    chains, rule, p, q, out, PACKED: tl.constexpr, P_LOGITS: tl.constexpr, Q_LOGITS: tl.constexpr,
+    GREEDY: tl.constexpr, CEILING: tl.constexpr, COLS: tl.constexpr
 ):  # fmt: skip
-    request, tile = tl.program_id(0) + tl.arange(0, 1), tl.program_id(1)
+    request = tl.program_id(0) + tl.arange(0, 1)
     column = tl.arange(0, COLS)[None, :]
     length = tl.load(chains.lens + request)
     passed = _passed(chains, rule, p, q, request, column, PACKED, P_LOGITS, Q_LOGITS)
-    draws = length > 0
     if GREEDY:
         greedy = tl.load(rule.greedy + request).to(tl.int32) != 0
         row = rows_at(chains, request[:, None], column, PACKED)
         best = tl.load(rule.best + row, mask=column < chains.gamma, other=-1)
         passed = tl.where(greedy[:, None], drafts_at(chains, request, column) == best, passed)
-        draws = draws & (greedy == 0)
-    accepted = chain_end(passed, column, tl.minimum(length, chains.gamma), COLS)
-    if tile == 0:
-        tl.store(out.accepted + request, accepted)
-        if CEILING:
-            uncut = chain_end(passed, column, length * 0 + chains.gamma, COLS) + 1
-            tl.store(out.ceiling + request, tl.where(length > 0, uncut, 0))
-    draws = draws & (accepted < length)
+    tl.store(out.accepted + request, chain_end(passed, column, tl.minimum(length, chains.gamma), COLS))
+    if CEILING:
+        uncut = chain_end(passed, column, length * 0 + chains.gamma, COLS) + 1
+        tl.store(out.ceiling + request, tl.where(length > 0, uncut, 0))
+
+
+@jit
+def _tile_kernel(
+    chains, rule, p, q, out, tiles, vocab, PACKED: tl.constexpr, P_LOGITS: tl.constexpr, Q_LOGITS: tl.constexpr,
+    GREEDY: tl.constexpr, TILE: tl.constexpr
+):  # fmt: skip
+    request, tile = tl.program_id(0) + tl.arange(0, 1), tl.program_id(1)
+    length, accepted = tl.load(chains.lens + request), tl.load(out.accepted + request).to(tl.int32)
+    draws = accepted < length
+    if GREEDY:
+        draws = draws & (tl.load(rule.greedy + request).to(tl.int32) == 0)
     if tl.max(draws.to(tl.int32), axis=0) > 0:
         end = rows_at(chains, request, accepted, PACKED)
         key = _winner(rule, p, q, request, end, accepted, chains.gamma, vocab, tile, P_LOGITS, Q_LOGITS, TILE)
@@ -254,25 +260,18 @@ def accept_sample_triton(
         inputs.lens if greedy is None else greedy,
         inputs.lens if greedy is None else inputs.best,
     )
-    flags = {"PACKED": inputs.index is not None, "GREEDY": greedy is not None, "COLS": columns}
+    flags = {"PACKED": inputs.index is not None, "GREEDY": greedy is not None}
+    logits = {"P_LOGITS": inputs.p.top is not None, "Q_LOGITS": inputs.q.top is not None}
+    p, q = _rows(inputs.p, 0), _rows(inputs.q, 1)
+    _chain_kernel[(requests,)](
+        chains, rule, p, q, result, CEILING=ceiling is not None, COLS=columns, num_warps=1, **flags, **logits
+    )
     _tile_kernel[(requests, count)](
-        chains,
-        rule,
-        _rows(inputs.p, 0),
-        _rows(inputs.q, 1),
-        result,
-        of_tiles,
-        vocab,
-        P_LOGITS=inputs.p.top is not None,
-        Q_LOGITS=inputs.q.top is not None,
-        CEILING=ceiling is not None,
-        TILE=tile,
-        num_warps=8,
-        **flags,
+        chains, rule, p, q, result, of_tiles, vocab, TILE=tile, num_warps=8, **flags, **logits
     )
     flat = isinstance(out, FlatResult)
     _join_kernel[(requests,)](
-        chains, rule, result, of_tiles, FLAT=flat, COUNT=power_of_two(count), num_warps=1, **flags
+        chains, rule, result, of_tiles, FLAT=flat, COLS=columns, COUNT=power_of_two(count), num_warps=1, **flags
     )
 
 

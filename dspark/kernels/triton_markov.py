@@ -18,7 +18,16 @@ import torch
 from dspark.kernels.accept import race
 from dspark.kernels.philox import Purpose
 from dspark.kernels.triton_jit import INTERPRETED, ceil_div, dense, jit, power_of_two, tl
-from dspark.kernels.triton_noise import DRAFT, best_score, best_value, column_of, exponentials, score_keys, score_of
+from dspark.kernels.triton_noise import (
+    DRAFT,
+    best_score,
+    best_value,
+    column_of,
+    exponentials,
+    over,
+    score_keys,
+    score_of,
+)
 from dspark.kernels.triton_scan import TileBuffers, Tiles, join_statistics, load_tiles, relative, tile_statistics
 from dspark.types import SamplingRows
 
@@ -104,7 +113,7 @@ def _draw(inputs, noise, outputs, tiles, request, tile, TILE: tl.constexpr):
         position = tl.load(noise.positions + request, mask=known, other=0)
         row = position * 0 + noise.row
         waiting = exponentials(seed, position, row, tile * TILE, DRAFT, TILE)
-        score = relative(values, top[:, None], temperature[:, None]) / waiting
+        score = over(relative(values, top[:, None], temperature[:, None]), waiting)
         at = request.to(tl.int64) * tiles.count + tile
         tl.store(tiles.keys + at, best_score(score, column, inside, 1), mask=sampled)
         tl.store(tiles.tops + at, top, mask=sampled)

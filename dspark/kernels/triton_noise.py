@@ -1,6 +1,6 @@
 """Device twins of ``dspark.kernels.philox`` and the order in which kernels compare candidates.
 
-Noise has the same bits as the reference; exponentials pass through the device's own ``log1p``, as torch's do.
+Uniform noise has the same bits as the reference; exponentials of it differ by 4e-6 of their value.
 
 A candidate is one int64: value (or race score) in the upper half, in an order of integers, and the complement of its
 column in the lower half. The largest key is the largest value, at the lowest column where values tie, and a maximum
@@ -11,7 +11,7 @@ halves are compared one after the other: 64-bit integers cost a GPU twice and mo
 from __future__ import annotations
 
 from dspark.kernels.philox import Purpose
-from dspark.kernels.triton_jit import INTERPRETED, constant, jit, libdevice, tl
+from dspark.kernels.triton_jit import INTERPRETED, constant, jit, tl
 
 DRAFT = constant(int(Purpose.DRAFT))
 ACCEPT = constant(int(Purpose.ACCEPT))
@@ -22,6 +22,11 @@ _INVERSE_2_32 = constant(2.0**-32)
 _BELOW_ONE = constant(1 - 2.0**-24)
 _NAN_KEY = constant(0x7FFFFFFF)
 _LOW = constant(0xFFFFFFFF)
+_INFINITY_KEY = constant(0x7F80FFFF)
+_UPPER = constant(0x7FFF0000)
+_LOG2_E = constant(1.4426950408889634)
+_LN_2 = constant(0.6931471805599453)
+_SERIES_BELOW = constant(2.0**-5)
 
 
 @jit
@@ -48,12 +53,39 @@ def exponentials(seed, position, row, first_column, PURPOSE: tl.constexpr, TILE:
     )
     bits = tl.interleave(tl.interleave(w0, w2), tl.interleave(w1, w3))
     fraction = tl.minimum((bits.to(tl.float32) + 0.5) * _INVERSE_2_32, _BELOW_ONE)
+    return -_log_of_complement(fraction)
+
+
+@jit
+def _log_of_complement(x):
+    """log(1 - x) of float32 0 < x < 1 to 4e-6 of its value, which is a quarter of the work of ``log1p``."""
     if INTERPRETED:  # the textbook formula, exact enough in float64
-        wide = 1 - fraction.to(tl.float64)
-        noise = (-tl.log(wide) * (fraction.to(tl.float64) / (1 - wide))).to(tl.float32)
+        wide = 1 - x.to(tl.float64)
+        found = (tl.log(wide) * (x.to(tl.float64) / (1 - wide))).to(tl.float32)
     else:
-        noise = -libdevice.log1p(-fraction)
-    return noise
+        series = -x * (1.0 + x * (0.5 + x * (1.0 / 3 + x * (0.25 + x * 0.2))))
+        found = tl.where(x < _SERIES_BELOW, series, _device("lg2.approx.ftz.f32", 1.0 - x) * _LN_2)
+    return found
+
+
+@jit
+def exp_of(x):
+    """exp of float32 values of 0 and less; subnormal results are 0."""
+    x = x * _LOG2_E
+    return tl.exp2(x) if INTERPRETED else _device("ex2.approx.ftz.f32", x)
+
+
+@jit
+def over(x, y):
+    """x / y of float32 values to 2e-7 of the quotient; y in 2^-126 to 2^126."""
+    return x / y if INTERPRETED else x * _device("rcp.approx.ftz.f32", y)
+
+
+@jit
+def _device(INSTRUCTION: tl.constexpr, x):
+    """One instruction of one operand."""
+    CODE: tl.constexpr = INSTRUCTION + " $0, $1;"
+    return tl.inline_asm_elementwise(CODE, "=f,f", [x], dtype=tl.float32, is_pure=True, pack=1)
 
 
 @jit
@@ -76,6 +108,37 @@ def best_value(value, column, inside, axis: tl.constexpr):
     bits = (value + 0.0).to(tl.int32, bitcast=True)
     order = tl.where(bits < 0, bits ^ 0x7FFFFFFF, bits)
     return _largest(tl.where(value != value, _NAN_KEY, order), column, inside, axis)
+
+
+@jit
+def best_narrow(value, column, first_column):
+    """``best_value`` of bfloat16 values given as float32 [TILE], TILE <= 65,536, in half the instructions.
+
+    The lower half of such a float32 is free: it takes the complement of the column, and one maximum finds both. Of a
+    NaN only the tile is known, see ``first_nan``.
+
+    Args: column: [TILE] int32 within the tile, from 0. first_column: int32 of the tile.
+    """
+    bits = (value + 0.0).to(tl.int32, bitcast=True)  # of a NaN all bits but the sign's are set
+    order = bits ^ ((bits >> 31) & _UPPER)
+    best = tl.max(order | (column ^ 0xFFFF), axis=0)
+    at = first_column + ((best & 0xFFFF) ^ 0xFFFF)
+    order = tl.where(best < 0, best | 0xFFFF, best & -0x10000)  # as ``best_value`` has it
+    order = tl.where(best > _INFINITY_KEY, _NAN_KEY, order)
+    return (order.to(tl.int64) << 32) | (at.to(tl.int64) ^ _LOW)
+
+
+@jit
+def first_nan(key, values, column):
+    """``key`` of a ``best_narrow`` tile, its column put right if it is that of a NaN."""
+    at = tl.min(tl.where(values != values, column, 0x7FFFFFFF), axis=0)
+    return tl.where(is_nan(key), (key >> 32 << 32) | (at.to(tl.int64) ^ _LOW), key)
+
+
+@jit
+def is_nan(key):
+    """Whether the value of a key is a NaN."""
+    return (key >> 32) == _NAN_KEY
 
 
 @jit

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import torch
 
 from dspark.kernels.triton_jit import ceil_div, dense, jit, power_of_two, tl
-from dspark.kernels.triton_noise import best_value, column_of, value_of
+from dspark.kernels.triton_noise import best_narrow, best_value, column_of, exp_of, first_nan, is_nan, value_of
 
 TILE = 4096
 
@@ -60,7 +60,7 @@ class _Found(NamedTuple):
 def relative(values, top, temperature):
     """exp(values / temperature - top). One division for all values: the others would take most of the time."""
     finite = tl.where(top == -float("inf"), 0.0, top)
-    return tl.exp(values * tl.div_rn(1.0, temperature) - finite)
+    return exp_of(values * tl.div_rn(1.0, temperature) - finite)
 
 
 @jit
@@ -95,13 +95,22 @@ def load_tiles(tiles, row, SCALED: tl.constexpr, COUNT: tl.constexpr):
 
 
 @jit
-def _scan_kernel(logits, tiles, SCALED: tl.constexpr, PACKED: tl.constexpr, WINDOW: tl.constexpr, TILE: tl.constexpr):
-    row, tile = tl.program_id(0), tl.program_id(1)
-    column = tile * TILE + tl.arange(0, TILE)
-    inside = column < logits.vocab
+def _tile_of(logits, row, first, TILE: tl.constexpr):
+    """Columns [TILE] from ``first`` on and their float32 values; -inf past the last column."""
+    column = first + tl.arange(0, TILE)
     start = logits.data + row.to(tl.int64) * logits.row_stride
-    values = tl.load(start + column.to(tl.int64) * logits.step, mask=inside, other=-float("inf")).to(tl.float32)
-    key = best_value(values, column, None, 0)
+    at = start + column.to(tl.int64) * logits.step
+    return column, tl.load(at, mask=column < logits.vocab, other=-float("inf")).to(tl.float32)
+
+
+@jit
+def _scan_kernel(
+    logits, tiles, SCALED: tl.constexpr, PACKED: tl.constexpr, NARROW: tl.constexpr, WINDOW: tl.constexpr,
+    TILE: tl.constexpr
+):  # fmt: skip
+    row, tile = tl.program_id(0), tl.program_id(1)
+    column, values = _tile_of(logits, row, tile * TILE, TILE)
+    key = best_narrow(values, tl.arange(0, TILE), tile * TILE) if NARROW else best_value(values, column, None, 0)
     at = row.to(tl.int64) * tiles.count + tile
     tl.store(tiles.keys + at, key)
     if SCALED:
@@ -114,10 +123,17 @@ def _scan_kernel(logits, tiles, SCALED: tl.constexpr, PACKED: tl.constexpr, WIND
 
 
 @jit
-def _join_kernel(tiles, found, SCALED: tl.constexpr, COUNT: tl.constexpr):
+def _join_kernel(
+    logits, tiles, found, SCALED: tl.constexpr, NARROW: tl.constexpr, COUNT: tl.constexpr, TILE: tl.constexpr
+):  # fmt: skip
     row = tl.program_id(0)
     keys, tops, totals = load_tiles(tiles, row, SCALED, COUNT)
-    tl.store(found.tokens + row, column_of(tl.max(keys, axis=0)))
+    key = tl.max(keys, axis=0)
+    if NARROW and is_nan(key):
+        first = (column_of(key) // TILE * TILE).to(tl.int32)
+        column, values = _tile_of(logits, row, first, TILE)
+        key = first_nan(key, values, column)
+    tl.store(found.tokens + row, column_of(key))
     if SCALED:
         top, total = join_statistics(tops, totals)
         tl.store(found.tops + row, top)
@@ -186,6 +202,7 @@ def scan_rows_triton(
     window = 1 if packed or not softmax else rows // softmax.temperature.shape[0]
     of_tiles = Tiles(tiles.keys, tiles.tops, tiles.totals, count)
     source = _Logits(logits, logits.stride(0), logits.stride(1), temperature, request, vocab)
-    _scan_kernel[(rows, count)](source, of_tiles, SCALED=scaled, PACKED=packed, WINDOW=window, TILE=tile)
+    narrow = logits.dtype == torch.bfloat16
+    _scan_kernel[(rows, count)](source, of_tiles, SCALED=scaled, PACKED=packed, NARROW=narrow, WINDOW=window, TILE=tile)
     found = _Found(tokens, softmax.tops if softmax else tiles.tops, softmax.totals if softmax else tiles.totals)
-    _join_kernel[(rows,)](of_tiles, found, SCALED=scaled, COUNT=power_of_two(count))
+    _join_kernel[(rows,)](source, of_tiles, found, SCALED=scaled, NARROW=narrow, COUNT=power_of_two(count), TILE=tile)

@@ -74,6 +74,17 @@ def test_scan(rows: int, vocab: int, dtype: torch.dtype) -> None:
     check_scan(logits.to(dtype), torch.arange(rows) // 3, torch.linspace(0.3, 2, rows), TILE)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("sign", [1, -1])
+def test_scan_finds_the_first_of_several_that_are_no_numbers(dtype: torch.dtype, sign: int) -> None:
+    """The device makes one NaN of all, whose bits leave no room for a column."""
+    logits = torch.randn(3, 3 * TILE, device="cuda", dtype=dtype)
+    logits[1, TILE + 66], logits[1, TILE + 68], logits[2, 5] = sign * torch.nan, sign * torch.nan, torch.inf
+    tokens = torch.full((3,), -7, device="cuda")
+    scan_rows(logits, tokens, TileBuffers.empty(3, 3 * TILE, TILE, "cuda"))
+    assert tokens.tolist() == [int(logits[0].argmax()), TILE + 66, 5]
+
+
 @pytest.mark.parametrize("mode", ["greedy", "sampled", "mixed"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize(

@@ -39,16 +39,19 @@ def test_ties_go_to_the_lowest_column(dtype: torch.dtype) -> None:
     check_scan(logits.to(dtype), None, torch.ones(4), tile=64)
 
 
-def test_infinities() -> None:
-    """Tiles that a mask has emptied leave nothing behind."""
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_infinities(dtype: torch.dtype) -> None:
+    """Tiles that a mask has emptied leave nothing behind; a largest value may be negative."""
     logits = _logits(3, 200)
     logits[0, :130], logits[1, 70:] = -INF, -INF
     logits[2] = logits[2].masked_fill(torch.arange(200) != 199, -INF)
-    check_scan(logits, None, torch.tensor([0.5, 1.0, 2.0]), tile=64)
+    check_scan(logits.to(dtype), None, torch.tensor([0.5, 1.0, 2.0]), tile=64)
+    check_scan(-logits.abs().to(dtype), None, torch.tensor([0.5, 1.0, 2.0]), tile=64)
 
 
-def test_a_row_without_numbers_has_an_index_of_its_own() -> None:
-    logits = torch.full((3, 70), -INF)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_row_without_numbers_has_an_index_of_its_own(dtype: torch.dtype) -> None:
+    logits = torch.full((3, 70), -INF, dtype=dtype)
     logits[1, 66], logits[1, 68] = NAN, NAN
     logits[2, 3], logits[2, 40] = NAN, INF
     tokens, tiles = poisoned(3, dtype=torch.int64), triton_scan.TileBuffers.empty(3, 70, 16, DEVICE)
