@@ -23,6 +23,7 @@ from dspark.kernels import (
     triton_replay,
     triton_rope,
     triton_scan,
+    triton_swa,
 )
 from dspark.kernels.distribution import Distribution
 from dspark.kernels.ragged_pack import ragged_pack
@@ -132,12 +133,23 @@ def pack_case(shapes: Shapes) -> Case:
     offsets = torch.zeros(requests + 1, dtype=torch.int32, device=shapes.device)
     offsets[1:] = lens.cumsum(0)
     out = triton_pack.PackedInputs.empty(lens, window, requests * window)
-    table = randint(shapes, 1 << 30, requests + 5, 4096).to(torch.int32)
+    slots = randint(shapes, 1 << 30, requests, window)
     anchors, lengths = randint(shapes, shapes.vocab, requests), randint(shapes, 4000, requests)
-    drafts, rows = randint(shapes, shapes.vocab, requests, shapes.gamma), torch.arange(requests, device=shapes.device)
-    arms = both(triton_pack, "pack_windows", anchors, drafts, lengths, table, rows, offsets, out)
+    drafts = randint(shapes, shapes.vocab, requests, shapes.gamma)
+    arms = both(triton_pack, "pack_windows", anchors, drafts, lengths, slots, offsets, out)
     written = size_of(out.ids, out.positions, out.slots, out.rows.request, out.rows.column, out.rows.index)
     return Case("pack", *arms, written)
+
+
+def swa_case(shapes: Shapes) -> Case:
+    """Full windows of every request, each row seeing 128 tokens."""
+    rows = shapes.requests * (shapes.gamma + 1)
+    table = randint(shapes, 1 << 30, shapes.requests + 5, 4096).to(torch.int32)
+    request, position = randint(shapes, shapes.requests, rows), randint(shapes, 4000, rows)
+    out = torch.empty(rows, 128, dtype=torch.int32, device=shapes.device)
+    lengths = torch.empty(rows, dtype=torch.int32, device=shapes.device)
+    arms = both(triton_swa, "swa_page_index", table, request, position, out, lengths)
+    return Case("swa page index", *arms, 2 * size_of(out))
 
 
 def scan_case(shapes: Shapes, statistics: bool) -> Case:
@@ -299,6 +311,7 @@ CASES: dict[str, Callable[[Shapes], Case]] = {
     "gather": gather_case,
     "allocate": allocate_case,
     "pack": pack_case,
+    "swa-page-index": swa_case,
     "scan": lambda shapes: scan_case(shapes, statistics=False),
     "scan-statistics": lambda shapes: scan_case(shapes, statistics=True),
     "markov-greedy": lambda shapes: markov_case(shapes, greedy=True),

@@ -67,13 +67,6 @@ class FlatResult(AcceptResult):
         return cls(accepted, committed, tokens, next_anchor, lengths, lens, ceiling, flat)
 
 
-def empty_result(requests: int, window: int, device: torch.device | str) -> AcceptResult:
-    """Buffers of ``AcceptResult``, contents unspecified."""
-    accepted, committed = (torch.empty(requests, dtype=torch.int32, device=device) for _ in range(2))
-    tokens = torch.empty(requests, window, dtype=torch.int64, device=device)
-    return AcceptResult(accepted, committed, tokens, torch.empty(requests, dtype=torch.int64, device=device))
-
-
 def chains_of(drafts: torch.Tensor, lens: torch.Tensor, index: torch.Tensor | None) -> Chains:
     """Arguments of a kernel; ``index`` is only read where it is given."""
     assert dense(lens, index)
@@ -173,7 +166,7 @@ def accept_greedy_into(
         drafts: [R, G] int64, any strides; without any (G = 0) the next token is committed.
         best: [N] int64, contiguous, arg max of every forwarded row (``scan_rows``).
         lens: [R] int32, verified rows per request, 1..G+1; 0 for a padded one, which commits nothing.
-        out: buffers (``empty_result``, ``FlatResult``); ``tokens`` past ``committed`` are unspecified, and
+        out: buffers, ``FlatResult`` or any others; ``tokens`` past ``committed`` are unspecified, and
             may be wider than the window if G = 0.
         index: [R, G + 1] int64, the row of each place if rows are packed; None: request after request.
         ceiling: [R] integers out, what an uncut window would have committed, if all its rows were forwarded; 0 if

@@ -201,7 +201,7 @@ def accept_sample_into(
 
     Args:
         inputs: drafts, windows and distributions.
-        out: buffers (``empty_result``, ``FlatResult``); ``tokens`` past ``committed`` are unspecified, and
+        out: buffers, ``FlatResult`` or any others; ``tokens`` past ``committed`` are unspecified, and
             may be wider than the window if G = 0.
         tiles: buffers of at least R rows, made for V and ``triton_scan.TILE``.
         ceiling: [R] integers out, what an uncut window would have committed, if all its rows were forwarded; 0 if

@@ -46,9 +46,8 @@ class _Windows(NamedTuple):
     draft_stride: Any
     draft_step: Any
     lengths: Any
-    table: Any
-    table_stride: Any
-    table_rows: Any
+    slots: Any
+    slot_stride: Any
     offsets: Any
 
 
@@ -75,7 +74,7 @@ def _store_rows(out, row, mask, token, position, slot, request, column, valid):
 
 
 @jit
-def _pack_kernel(windows, out, requests, window, rows, BY_POSITION: tl.constexpr, BLOCK: tl.constexpr):
+def _pack_kernel(windows, out, requests, window, rows, BLOCK: tl.constexpr):
     place = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     inside = place < requests * window
     request, column = place // window, place % window
@@ -90,12 +89,7 @@ def _pack_kernel(windows, out, requests, window, rows, BY_POSITION: tl.constexpr
     anchor = tl.load(windows.anchors + request, mask=real, other=0)
     token = tl.where(column == 0, anchor, tl.load(drafts, mask=real & (column > 0), other=0))
     position = tl.load(windows.lengths + request, mask=real, other=0) + column
-    if BY_POSITION:
-        table_row = tl.load(windows.table_rows + request, mask=real, other=0).to(tl.int64)
-        at = table_row * windows.table_stride + position
-    else:
-        at = request.to(tl.int64) * windows.table_stride + column
-    slot = tl.load(windows.table + at, mask=real, other=0)
+    slot = tl.load(windows.slots + request.to(tl.int64) * windows.slot_stride + column, mask=real, other=0)
     _store_rows(out, row, real, token, position, slot, request, column, real)
 
     total = tl.load(windows.offsets + requests)
@@ -109,8 +103,7 @@ def pack_windows(
     anchors: torch.Tensor,
     drafts: torch.Tensor,
     lengths: torch.Tensor,
-    table: torch.Tensor,
-    table_rows: torch.Tensor | None,
+    slots: torch.Tensor,
     offsets: torch.Tensor,
     out: PackedInputs,
 ) -> None:
@@ -122,22 +115,19 @@ def pack_windows(
         anchors: [R] int64, R >= 1.
         drafts: [R, G] int64, any strides.
         lengths: [R] int64, position of each anchor.
-        table: [N, C] int32, KV slot of each position of each request of the host (``req_to_token``), rows contiguous;
-            or [R, W] int32 or int64, slots of the windows that were read before, with ``table_rows`` None.
-        table_rows: [R] int64 or int32, the requests' rows of ``table``.
+        slots: [R, W] int32 or int64, KV slots of the windows, rows contiguous.
         offsets: [R + 1] int32, first row of each request, then their sum; a request may have no row (a padded one).
         out: buffers with T rows, at least ``offsets[R]``, all of them overwritten.
     """
     launch = pack_windows_triton if anchors.is_cuda else pack_windows_reference
-    launch(anchors, drafts, lengths, table, table_rows, offsets, out)
+    launch(anchors, drafts, lengths, slots, offsets, out)
 
 
 def pack_windows_reference(
     anchors: torch.Tensor,
     drafts: torch.Tensor,
     lengths: torch.Tensor,
-    table: torch.Tensor,
-    table_rows: torch.Tensor | None,
+    slots: torch.Tensor,
     offsets: torch.Tensor,
     out: PackedInputs,
 ) -> None:
@@ -147,10 +137,6 @@ def pack_windows_reference(
     positions = lengths[:, None] + torch.arange(window, device=lengths.device)
     out.ids.copy_(packed.take(torch.cat([anchors[:, None], drafts], dim=1)))
     out.positions.copy_(packed.take(positions))
-    slots = table
-    if table_rows is not None:
-        inside = positions.clamp(max=table.shape[1] - 1)  # only places that are not verified lie past the table
-        slots = table[table_rows.to(torch.int64)[:, None], inside]
     out.slots.copy_(packed.take(slots))
     for name in ("request", "column", "valid", "index"):
         getattr(out.rows, name).copy_(getattr(packed, name))
@@ -160,8 +146,7 @@ def pack_windows_triton(
     anchors: torch.Tensor,
     drafts: torch.Tensor,
     lengths: torch.Tensor,
-    table: torch.Tensor,
-    table_rows: torch.Tensor | None,
+    slots: torch.Tensor,
     offsets: torch.Tensor,
     out: PackedInputs,
 ) -> None:
@@ -169,17 +154,13 @@ def pack_windows_triton(
     requests, rows = anchors.shape[0], out.ids.shape[0]
     window = drafts.shape[1] + 1
     assert requests > 0
-    assert table.stride(1) == 1
-    assert dense(anchors, lengths, table_rows, offsets)
-    rows_ptr = lengths if table_rows is None else table_rows
-    windows = _Windows(
-        anchors, drafts, drafts.stride(0), drafts.stride(1), lengths, table, table.stride(0), rows_ptr, offsets
-    )
+    assert slots.stride(1) == 1
+    assert dense(anchors, lengths, offsets)
+    windows = _Windows(anchors, drafts, drafts.stride(0), drafts.stride(1), lengths, slots, slots.stride(0), offsets)
     packed = out.rows
     written = _Rows(out.ids, out.positions, out.slots, packed.request, packed.column, packed.valid, packed.index)
     grid = (ceil_div(max(requests * window, rows), _BLOCK),)
-    by_position = table_rows is not None
-    _pack_kernel[grid](windows, written, requests, window, rows, BY_POSITION=by_position, BLOCK=_BLOCK, num_warps=1)
+    _pack_kernel[grid](windows, written, requests, window, rows, BLOCK=_BLOCK, num_warps=1)
 
 
 @jit

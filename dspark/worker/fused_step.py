@@ -107,7 +107,7 @@ class FusedStep(DecodeStep):
             forwarded = (window * batch.live).to(torch.int32)
             window_offsets(forwarded, batch.lengths, offsets, keys.ends, keys.offsets)
         inputs = PackedInputs.empty(forwarded, window, budget.tier)
-        pack_windows(batch.anchors, drafts, batch.lengths, batch.slots, None, offsets, inputs)
+        pack_windows(batch.anchors, drafts, batch.lengths, batch.slots, offsets, inputs)
         rows = (inputs.ids, inputs.positions, inputs.slots)
         tokens = buffers.windows[:requests, :window]
         spans = offsets, keys.ends, keys.offsets

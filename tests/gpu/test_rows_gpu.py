@@ -11,6 +11,7 @@ from dspark.kernels.triton_scan import Softmax
 from dspark.types import Adjustments
 from tests.compare import assert_equal
 from tests.kernels.row_cases import adjust_table, check_adjust, check_filter, check_mask
+from tests.kernels.swa_cases import check_swa
 from tests.kernels.test_triton_filter import SAMPLING
 
 pytestmark = pytest.mark.gpu
@@ -68,3 +69,8 @@ def test_both_can_be_captured() -> None:
     assert_equal(logits, required, "logits")
     graph.replay()
     assert_equal(table.counts - before, 2 * counts, "counts")
+
+
+@pytest.mark.parametrize(("rows", "window", "context"), [(1, 128, 40_960), (2048, 128, 8192), (513, 2047, 5000)])
+def test_sliding_windows(rows: int, window: int, context: int) -> None:
+    check_swa(rows, window, context, requests=256)

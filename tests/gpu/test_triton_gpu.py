@@ -170,7 +170,7 @@ def test_graphs_replay_with_new_values() -> None:
     survival = torch.empty(requests, gamma, device="cuda")
     anchors, lengths = (torch.arange(requests, device="cuda") for _ in range(2))
     drafts = torch.randint(4, (requests, gamma), device="cuda")
-    table = torch.arange(requests * 100, dtype=torch.int32, device="cuda").view(requests, 100)
+    slots = torch.arange(requests * (gamma + 1), device="cuda").view(requests, -1)
     packed = triton_pack.PackedInputs.empty(lens, gamma + 1, rows)
     logits, best = torch.empty(rows, vocab, device="cuda"), torch.empty(rows, dtype=torch.int64, device="cuda")
     statistics = [torch.empty(rows, device="cuda") for _ in range(2)]
@@ -179,7 +179,7 @@ def test_graphs_replay_with_new_values() -> None:
 
     def step() -> None:
         triton_allocate.allocate_lengths(confidence, budget, lens, offsets, survival)
-        triton_pack.pack_windows(anchors, drafts, lengths, table, anchors, offsets, packed)
+        triton_pack.pack_windows(anchors, drafts, lengths, slots, offsets, packed)
         scan_rows(logits, best, tiles, softmax)
         triton_accept_greedy.accept_greedy_into(drafts, best, lens, result, packed.rows.index)
 

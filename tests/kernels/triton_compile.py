@@ -18,10 +18,11 @@ from triton.runtime.jit import JITFunction
 from benchmarks import kernel_cases
 from dspark.kernels import triton_adjust, triton_allocate, triton_filter, triton_pack, triton_replay, triton_rope
 from dspark.kernels.ragged_pack import ragged_pack
-from dspark.kernels.triton_accept_greedy import FlatResult, empty_result
+from dspark.kernels.triton_accept_greedy import FlatResult
 from dspark.kernels.triton_markov import TILE as MARKOV_TILE
 from dspark.kernels.triton_scan import TILE, Softmax
 from dspark.types import Adjustments, AdjustTable, SamplingRows
+from tests.kernels.triton_cases import empty_result
 
 
 class HopperOnPaper:
