@@ -96,6 +96,10 @@ def test_classes_are_switched_while_serving(compact_server: ServerProcess) -> No
     assert accept_length(high) > 4, "a request's own class wins"
     assert not set_state(compact_server, dspark_simulate_class=99)
     assert record(compact_server)["simulated"]["class"] == "hopeless"
+    log = compact_server.log_path.read_text(errors="replace")
+    assert "ACCEPTANCE IS SIMULATED" in log, "at start"
+    assert "replaying 'hopeless' from now on" in log, "at the switch"
+    assert "SIMULATED acceptance: hopeless" in log, "beside the throughput"
     assert set_state(compact_server, dspark_force_budget_frac=-1, dspark_simulate_class=indices["middle"])
 
 

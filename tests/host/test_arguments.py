@@ -159,6 +159,21 @@ def test_a_bad_file_stops_the_server(
         resolve(**{f"speculative_dspark_{flag}_path": str(path)})
 
 
+def test_a_bad_simulation_stops_the_server(resolve: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SGLANG_DSPARK_SIMULATE", "midle")
+    with pytest.raises(ConfigError, match=r"'midle', which cannot be read.*high, middle, low, hopeless"):
+        resolve()
+
+
+def test_what_has_no_effect_is_answered(
+    resolve: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setenv("SGLANG_DSPARK_FOLDED_SAMPLING", "2")
+    resolve(speculative_dspark_align_verify_tokens_to_graph_tier=True)
+    assert "SGLANG_DSPARK_FOLDED_SAMPLING has no effect" in caplog.text
+    assert "--speculative-dspark-align-verify-tokens-to-graph-tier has no effect" in caplog.text
+
+
 @pytest.mark.parametrize("change", [{"gamma": 5}, {"model": "another"}, {"gpu": "NVIDIA H200"}, {"ladder": [1, 2]}])
 def test_a_table_of_another_deployment_is_not_trimmed_with(
     resolve: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, change: Any
