@@ -31,12 +31,12 @@ def load_simulation(settings: Settings, gamma: int) -> tuple[list[BlockClass], i
     Raises:
         ConfigError: the file cannot be read, or names a class twice.
     """
-    if settings.simulate_accept_length is not None:
-        length, method = settings.simulate_accept_length, settings.simulate_method
-        return [constant_class(length, method, gamma), *levels(gamma)], 0
-    if settings.simulate is None:
+    if settings.simulate is None and settings.simulate_accept_length is None:
         return None
-    found = levels(gamma)
+    found = levels(gamma)  # first, so that their indices are the same on every server
+    if settings.simulate_accept_length is not None:
+        return [*found, constant_class(settings.simulate_accept_length, settings.simulate_method, gamma)], len(found)
+    assert settings.simulate is not None
     if settings.simulate in LEVELS:
         return found, list(LEVELS).index(settings.simulate)
     of_file = load_classes(settings.simulate, gamma)

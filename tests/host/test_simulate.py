@@ -55,10 +55,11 @@ def test_a_file_adds_its_classes_to_the_levels() -> None:
     assert "gsm8k" in replay.names
 
 
-def test_a_constant_length_comes_first() -> None:
+def test_a_constant_length_joins_the_levels() -> None:
     replay = simulate.build_replay(Settings(simulate_accept_length=2.5), 7, table())
     assert replay is not None
-    assert replay.names == ["accept length 2.5", *LEVELS]
+    assert replay.names == [*LEVELS, "accept length 2.5"]
+    assert replay.selected == "accept length 2.5"
     assert replay.describe()["classes"]["accept length 2.5"]["accept_length"] == 2.5
 
 
