@@ -6,6 +6,7 @@
 | ``SGLANG_RAGGED_VERIFY_MODE`` | ``static``, ``compact``, ``cap-accept`` | verify mode, the host's variable |
 | ``SGLANG_DSPARK_MIN_PREDICTED_GAIN`` | number >= 0, default 0.01 | tokens per second that a trimmed step must win |
 | ``SGLANG_DSPARK_SLO_STEP_MS`` | number > 0 | longest step that the scheduler may choose |
+| ``SGLANG_DSPARK_COST_TABLES`` | folder, ``measure``, ``off`` | where measured step times are kept, see ``Settings`` |
 | ``SGLANG_DSPARK_STATIC_STEP`` | ``1`` | on a CPU, run the padded step that a GPU captures, without a capture: tests |
 | ``SGLANG_DSPARK_DEBUG_DUMP`` | empty, ``reqs``, ``all`` | step records for ``/server_info``, the host's variable |
 | ``SGLANG_DSPARK_SIMULATE`` | ``high``, ``middle``, ``low``, ``hopeless``, a file | simulated acceptance |
@@ -22,6 +23,7 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Literal, get_args
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
@@ -33,12 +35,15 @@ MODE_VARIABLE = "SGLANG_RAGGED_VERIFY_MODE"
 GAIN_VARIABLE = "SGLANG_DSPARK_MIN_PREDICTED_GAIN"
 SLO_VARIABLE = "SGLANG_DSPARK_SLO_STEP_MS"
 DUMP_VARIABLE = "SGLANG_DSPARK_DEBUG_DUMP"
+TABLES_VARIABLE = "SGLANG_DSPARK_COST_TABLES"
 STATIC_STEP_VARIABLE = "SGLANG_DSPARK_STATIC_STEP"
 SIMULATE_VARIABLE = "SGLANG_DSPARK_SIMULATE"
 LENGTH_VARIABLE = "SGLANG_SIMULATE_ACC_LEN"
 METHOD_VARIABLE = "SGLANG_SIMULATE_ACC_METHOD"
 TOKENS_VARIABLE = "SGLANG_SIMULATE_ACC_TOKEN_MODE"
-OWN_VARIABLES = (IMPL_VARIABLE, GAIN_VARIABLE, SLO_VARIABLE, STATIC_STEP_VARIABLE, SIMULATE_VARIABLE)
+OWN_VARIABLES = (
+    IMPL_VARIABLE, GAIN_VARIABLE, SLO_VARIABLE, TABLES_VARIABLE, STATIC_STEP_VARIABLE, SIMULATE_VARIABLE,
+)  # fmt: skip
 """Variables that the host does not know."""
 _VARIABLES = {
     "min_predicted_gain": GAIN_VARIABLE,
@@ -125,6 +130,9 @@ class Settings(BaseModel):
     simulate: str | None = None  # a level, or the path of a file; None: acceptance is real
     simulate_accept_length: float | None = Field(default=None, gt=0, allow_inf_nan=False)  # tokens per full window
     simulate_method: Literal["match-expected", "multinomial"] = "match-expected"
+    # Step times measured at start. None: kept in the user's cache, not measured on a CPU. A folder: kept there.
+    # "measure": measured at every start. "off": estimated.
+    cost_tables: str | None = None
 
     @classmethod
     def from_environment(cls, environment: Mapping[str, str] | None = None) -> Settings:
@@ -145,6 +153,7 @@ class Settings(BaseModel):
             "verify_mode": env.get(MODE_VARIABLE) or None,
             "record_steps": _records(env.get(DUMP_VARIABLE, "")),
             "static_step": _switch(env, STATIC_STEP_VARIABLE),
+            "cost_tables": env.get(TABLES_VARIABLE) or None,
         }
         fields |= {name: env[variable] for name, variable in _VARIABLES.items() if env.get(variable)}
         if _off(fields.get("simulate_accept_length")):
@@ -167,6 +176,13 @@ class Settings(BaseModel):
             raise ConfigError(
                 f"found {variable}={env[variable]!r}; {first['msg'].lower()}; correct it or unset it"
             ) from None
+
+    @property
+    def cost_tables_folder(self) -> Path | None:
+        """Where measured step times are kept; None: nowhere."""
+        if self.cost_tables in ("measure", "off"):
+            return None
+        return Path(self.cost_tables).expanduser() if self.cost_tables else Path.home() / ".cache/dspark/cost_tables"
 
     def resolved_mode(self, has_confidence: bool) -> VerifyMode:
         """The verify mode of a draft.

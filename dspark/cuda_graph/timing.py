@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import statistics
 import time
 from collections.abc import Callable, Hashable, Mapping
@@ -13,28 +14,34 @@ _WORTH = 0.01  # of the time: a tier that saves less than the next one costs is 
 _RING = 8  # steps in flight, at most; two are with overlap scheduling
 
 
-def seconds_per_call(call: Callable[[], Any], device: torch.device, repeats: int = 7) -> float:
-    """Median seconds of a call on the current stream, after one that nobody times; waits for the device."""
-    if device.type != "cuda":
-        return _median_wall_seconds(call, repeats)
-    pairs = [(torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)) for _ in range(repeats)]
+def seconds_per_call(call: Callable[[], Any], device: torch.device, budget_seconds: float = 0.03) -> float:
+    """Median seconds of a call on the current stream; waits for the device.
+
+    Args:
+        call: runs twice to warm up, then three to seven times.
+        device: where it works.
+        budget_seconds: short calls are repeated more often, as long as all of them take about this time.
+    """
     call()
+    (rough,) = _seconds_of(call, device, 1)
+    return statistics.median(_seconds_of(call, device, min(max(int(budget_seconds / max(rough, 1e-9)), 3), 7)))
+
+
+def _seconds_of(call: Callable[[], Any], device: torch.device, repeats: int) -> list[float]:
+    if device.type != "cuda":
+        found = [time.perf_counter()]
+        for _ in range(repeats):
+            call()
+            found.append(time.perf_counter())
+        return [end - start for start, end in itertools.pairwise(found)]
+    # All are queued before the first one is over, so that the host's launches are not timed.
+    pairs = [(torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)) for _ in range(repeats)]
     for start, end in pairs:
         start.record()
         call()
         end.record()
     torch.cuda.synchronize(device)
-    return statistics.median(start.elapsed_time(end) for start, end in pairs) / 1e3
-
-
-def _median_wall_seconds(call: Callable[[], Any], repeats: int) -> float:
-    call()
-    found = []
-    for _ in range(repeats):
-        started = time.perf_counter()
-        call()
-        found.append(time.perf_counter() - started)
-    return statistics.median(found)
+    return [start.elapsed_time(end) / 1e3 for start, end in pairs]
 
 
 def worth_keeping(seconds: Mapping[int, float]) -> list[int]:

@@ -9,6 +9,7 @@ from collections.abc import Iterator, Sequence
 from functools import partial
 from typing import Any
 
+import numpy as np
 import torch
 from sglang.srt.managers.schedule_batch import ScheduleBatch
 from sglang.srt.model_executor.model_runner import ModelRunner
@@ -26,6 +27,8 @@ from dspark.host.extras import StepExtras, compile_kernels
 from dspark.host.static_networks import PageTable, StaticDraftNet, StaticTargetNet
 from dspark.kernels.triton_accept_greedy import COLUMNS
 from dspark.kernels.triton_allocate import MAX_GAMMA, MAX_REQUESTS
+from dspark.scheduler.cost import CostModel
+from dspark.scheduler.probe_points import Point
 from dspark.types import AcceptResult, BlockProposal, StepBudget, StepOutcome, VerifyPlan
 from dspark.worker.fused_step import FusedStep
 from dspark.worker.replay import Replay
@@ -35,7 +38,6 @@ logger = logging.getLogger("dspark")
 
 _DISTRIBUTION_SHARE = 0.25  # of the free memory, at most, for the distributions of the drafts
 _LOGITS_SHARE = 0.125  # the same for the logits that a forward leaves for its tail
-_TIMED_CONTEXT = 512  # tokens of each request while tiers are timed
 _KINDS: tuple[Sampling, ...] = ("greedy", "sampled")  # of the graphs that hold a whole step
 
 
@@ -85,7 +87,6 @@ class StepGraphs:
         self._full_windows = full_windows
         self._graphs: GraphSet = EagerGraphs() if device.type == "cpu" else CudaGraphs()
         self.timer = StepTimer(device)
-        self.seconds: dict[str, dict[int, float]] = {}  # of greedy draft, verify and plain graphs, after the capture
         self.pruned: list[int] = []  # tiers that buy nothing
 
     def capture(self) -> None:
@@ -111,41 +112,31 @@ class StepGraphs:
             len(jobs) + len(tails), len(self._tiers), self._tiers[-1], self._slots[-1], time.monotonic() - started,
             (before - _free_bytes(self._device)) / 2**30,
         )  # fmt: skip
-        if self._device.type == "cuda":
-            self._time()
 
     @torch.inference_mode()
-    def _time(self) -> None:
-        """Time every graph on requests of the spare row, and drop the tiers that are no cheaper than the next one."""
-        started = time.monotonic()
-        for name, sizes in (("draft", self._slots), ("plain", self._slots), ("verify", self._tiers)):
-            for size in sizes:
-                requests = size if name != "verify" else max(1, size // self._spec.window)
-                self._stage_spare(min(requests, self.buffers.slots), size - requests)
-                if name == "verify":  # what it verifies
-                    self._graphs.replay(("draft", smallest_at_least(self._slots, requests), "greedy"))
-                replay = partial(self._graphs.replay, (name, size, "greedy"))
-                self.seconds.setdefault(name, {})[size] = seconds_per_call(replay, self._device)
-        verify = self.seconds["verify"]
-        if self._tp_size == 1:  # ranks would measure, and keep, different ones
-            self._tiers = worth_keeping(verify)
-            self.pruned = sorted(verify.keys() - set(self._tiers))
-            for tier in self.pruned:
-                for kind in _KINDS:
-                    self._graphs.discard(("verify", tier, kind))
+    def seconds_of(self, point: Point) -> float:
+        """Time one part of a step on requests 1..R of the host's slot table, which nobody uses yet."""
+        places = torch.arange(1, point.requests + 1, dtype=torch.int64, device=self._device)
+        lengths = torch.full_like(places, point.context)
+        self.buffers.stage(places, torch.ones_like(places), lengths, point.rows - point.requests)
+        if point.part == "verify":  # what it verifies, and what it knows of the slot table
+            self._graphs.replay(("draft", smallest_at_least(self._slots, point.requests), "greedy"))
+        replay = partial(self._graphs.replay, (point.part, point.size, "greedy"))
+        return seconds_per_call(replay, self._device)
+
+    def prune(self, cost: CostModel) -> None:
+        """Drop the tiers that make a step of one request no cheaper than the next one does."""
+        step = dict(zip(self._tiers, cost.work_seconds(1, np.array(self._tiers)).tolist(), strict=True))
+        self._tiers = worth_keeping(step)
+        self.pruned = sorted(step.keys() - set(self._tiers))
+        for tier in self.pruned:
+            for kind in _KINDS:
+                self._graphs.discard(("verify", tier, kind))
         logger.info(
-            "dspark: graphs timed in %.1f s; verify ms by rows: %s; no cheaper than the next and dropped: %s",
-            time.monotonic() - started,
-            ", ".join(f"{tier}: {verify[tier] * 1e3:.2f}" for tier in self._tiers),
+            "dspark: step ms of one request by rows: %s; no cheaper than the next and dropped: %s",
+            ", ".join(f"{tier}: {step[tier] * 1e3:.2f}" for tier in self._tiers),
             self.pruned or "none",
         )
-
-    def _stage_spare(self, requests: int, drafts: int) -> None:
-        """Stage requests that nobody has: row 0 of the host's table, whose slots are spare ones."""
-        zeros = torch.zeros(requests, dtype=torch.int64, device=self._device)
-        width = int(self._target.req_to_token_pool.req_to_token.shape[1])
-        context = max(0, min(_TIMED_CONTEXT, width - 2 * self._spec.window))
-        self.buffers.stage(zeros, zeros, zeros + context, drafts)
 
     def _fit_split(self) -> None:
         """Leave out the largest split steps if memory is short for their logits."""
@@ -183,6 +174,16 @@ class StepGraphs:
     def tiers(self) -> list[int]:
         """Row counts of the verify graphs."""
         return self._tiers
+
+    @property
+    def slots(self) -> list[int]:
+        """Batch sizes of the draft and the plain graphs."""
+        return self._slots
+
+    @property
+    def full_windows(self) -> bool:
+        """Whether verify graphs forward full windows only (cap-accept)."""
+        return self._full_windows
 
     @property
     def ladder(self) -> list[int]:
@@ -279,13 +280,12 @@ class StepGraphs:
         )
 
     def statistics(self) -> dict[str, Any]:
-        """What ``/server_info`` shows: tiers, times after the capture, and device time of the steps since."""
+        """What ``/server_info`` shows: tiers, and device time of the steps."""
         steps = [
             {"draft": draft, "general": general, "rows": rows, "steps": count, "mean_ms": total / count * 1e3}
             for (draft, general, rows), (count, total) in self.timer.seconds.items()
         ]
-        captured = {name: {size: s * 1e3 for size, s in found.items()} for name, found in self.seconds.items()}
-        found = {"tiers": self._tiers, "pruned": self.pruned, "captured_ms": captured}
+        found = {"tiers": self._tiers, "pruned": self.pruned}
         return found | {"steps": steps, "unread_steps": self.timer.unread}
 
     def _read_done(self) -> None:

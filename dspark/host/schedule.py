@@ -96,14 +96,21 @@ def model_shape(server_args: Any, spec: DraftSpec) -> ModelShape:
     )
 
 
-def cost_model(server_args: Any, spec: DraftSpec, table: CostModel | None, ladder: np.ndarray) -> CostModel | None:
-    """The table if it fits this deployment, else the built-in estimate; None if a table was given and does not fit.
+def cost_model(
+    server_args: Any, spec: DraftSpec, table: CostModel | None, measured: CostModel | None, ladder: np.ndarray
+) -> CostModel | None:
+    """The table if it fits this deployment, else what was measured, else the built-in estimate.
+
+    None if a table was given and does not fit: an operator who names a table wants no other.
 
     The estimate knows nothing of the host's share of a step, which decides whether plain decoding would be faster. So
     it may trim, but only a measured table can switch the draft off.
     """
     max_requests = int(server_args.max_running_requests)
-    if table is None:
+    model: CostModel
+    if table is None and measured is not None:
+        model = measured
+    elif table is None:
         model = estimate_cost(
             model_shape(server_args, spec),
             hardware_of(device_name(server_args)),
@@ -132,6 +139,7 @@ def build_scheduler(
     settings: Settings,
     table: CostModel | None,
     *,
+    measured: CostModel | None,
     slots: int,
     graph_tiers: list[int] | None,
     graph_ladder: list[int] | None = None,
@@ -141,6 +149,7 @@ def build_scheduler(
     Args:
         server_args, spec, settings: of the server.
         table: what ``load_files`` found.
+        measured: step times of the captured graphs, if they were measured.
         slots: request rows of the host's pool, which bounds a batch.
         graph_tiers: rows of the captured verify graphs, if packed rows must be padded to one of them.
         graph_ladder: what they were before some were dropped, by which a table knows its deployment; None: the same.
@@ -149,7 +158,7 @@ def build_scheduler(
     captured = None if graph_tiers is None else np.array(graph_tiers, dtype=np.int64)
     ladder = tier_ladder(int(server_args.max_running_requests), spec.window) if captured is None else captured
     nominal = ladder if graph_ladder is None else np.array(graph_ladder, dtype=np.int64)
-    model = None if mode == "static" else cost_model(server_args, spec, table, nominal)
+    model = None if mode == "static" else cost_model(server_args, spec, table, measured, nominal)
     costs = None if model is None else TierCosts(model, ladder, spec.gamma)
     if costs is None and settings.slo_step_ms is not None:
         logger.warning("dspark: %s has no effect: nothing is scheduled", SLO_VARIABLE)

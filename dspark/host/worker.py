@@ -30,6 +30,7 @@ from dspark.host.batch import RequestTable, context_tokens, decode_batch
 from dspark.host.draft_model import ARCHITECTURES
 from dspark.host.extras import StepExtras, attach_prefill, mask_prefill, wanted
 from dspark.host.graphs import StepGraphs, build_graphs
+from dspark.host.measure import measured_cost
 from dspark.host.networks import HostDraftNet, HostTargetNet
 from dspark.host.schedule import CalibrationClasses, build_scheduler, load_files
 from dspark.host.simulate import assign_classes, build_replay
@@ -149,11 +150,19 @@ class DSparkWorker(BaseSpecWorker):
             scale,
             self.simulated,
         )
+        measured = None
+        if self._graphs is not None:
+            measured = measured_cost(
+                self.server_args, self.spec, self.settings, self._graphs, self.model_runner, self.draft_model_runner
+            )
+            if measured is not None:
+                self._graphs.prune(measured)
         self._budgets = build_scheduler(
             self.server_args,
             self.spec,
             self.settings,
             self._cost_table,
+            measured=measured,
             slots=self.model_runner.req_to_token_pool.req_to_token.shape[0],
             graph_tiers=None if self._graphs is None else self._graphs.tiers,
             graph_ladder=None if self._graphs is None else self._graphs.ladder,

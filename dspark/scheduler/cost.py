@@ -72,6 +72,7 @@ class CostModel:
     floor_seconds: float = 0.0
     plain_probes: np.ndarray | None = None  # [N] requests; a step without draft, one row per request
     plain_seconds: np.ndarray | None = None  # [N] non-decreasing, context excluded; None: the draft is never left out
+    plain_rho_seconds_per_token: float | None = None  # the same of such a step; None: rho + kappa
     relative_error: float = 0.0  # of a predicted gain; the planner acts only on gains above it
     source: str = "cost table"
     notes: tuple[str, ...] = ()  # what a reader of the log should know
@@ -87,6 +88,10 @@ class CostModel:
             require_values("plain_seconds", self.plain_seconds, self.source, ADVICE)
         for name in NUMBERS:
             require_number(name, getattr(self, name), self.source, ADVICE, zero=True)
+        if self.plain_rho_seconds_per_token is not None:
+            require_number(
+                "plain_rho_seconds_per_token", self.plain_rho_seconds_per_token, self.source, ADVICE, zero=True
+            )
         if self.bias_seconds + self.alpha_seconds[0] + self.theta_seconds[0] <= 0:
             refuse(f"a step of 0 seconds at the first probes of {self.source}", "a positive step time", ADVICE)
 
@@ -164,6 +169,8 @@ class CostModel:
     @property
     def plain_context_seconds(self) -> float:
         """Seconds per context token of the batch in a step of one row per request."""
+        if self.plain_rho_seconds_per_token is not None:
+            return self.plain_rho_seconds_per_token
         return self.rho_seconds_per_token + self.kappa_seconds_per_token_row
 
     @property

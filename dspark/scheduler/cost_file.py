@@ -62,6 +62,7 @@ class AdditiveFile(BaseModel):
     floor_seconds: float = 0.0
     plain_probes: list[int] | None = None
     plain_seconds: list[float] | None = None
+    plain_rho_seconds_per_token: float | None = None
     relative_error: float = 0.0
     provenance: Provenance | None = None
 
@@ -147,7 +148,7 @@ def _from_additive(value: dict[str, Any], source: str) -> CostModel:
         arrays[probe_name] = probes
         arrays[value_name], dips = _never_falling(value_name, values, base, source)
         notes += dips
-    rest = {name: getattr(file, name) for name in (*NUMBERS, "provenance")}
+    rest = {name: getattr(file, name) for name in (*NUMBERS, "plain_rho_seconds_per_token", "provenance")}
     return CostModel(**arrays, **rest, source=source, notes=notes)
 
 
@@ -206,6 +207,8 @@ def to_json(model: CostModel) -> str:
     if model.plain_probes is not None and model.plain_seconds is not None:
         value["plain_probes"] = _whole(model.plain_probes)
         value["plain_seconds"] = model.plain_seconds.tolist()
+        if model.plain_rho_seconds_per_token is not None:
+            value["plain_rho_seconds_per_token"] = model.plain_rho_seconds_per_token
     if model.provenance is not None:
         value["provenance"] = model.provenance.model_dump(mode="json")
     return json.dumps(value, indent=1) + "\n"

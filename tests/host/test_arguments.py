@@ -187,7 +187,7 @@ def test_a_table_of_another_deployment_is_not_trimmed_with(
         path = tmp_path / "table.json"
         path.write_text(json.dumps(TABLE | {"provenance": provenance}))
         table, _ = schedule.load_files(resolve(speculative_dspark_sps_table_path=str(path)), spec, "compact")
-        assert (schedule.cost_model(args, spec, table, ladder) is not None) == used
+        assert (schedule.cost_model(args, spec, table, None, ladder) is not None) == used
     assert f"{next(iter(change))}: found" in caplog.text
     assert "full windows" in caplog.text
 
@@ -195,7 +195,7 @@ def test_a_table_of_another_deployment_is_not_trimmed_with(
 def test_the_estimate_never_switches_the_draft_off(resolve: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SGLANG_RAGGED_VERIFY_MODE", "compact")
     args = resolve()
-    model = schedule.cost_model(args, arguments.draft_spec_of(args), None, np.arange(1, 65))
+    model = schedule.cost_model(args, arguments.draft_spec_of(args), None, None, np.arange(1, 65))
     assert model is not None
     assert model.plain_step(4) is None
 
