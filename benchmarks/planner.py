@@ -23,8 +23,9 @@ from benchmarks import machine
 from dspark.scheduler.cost import CostModel
 from dspark.scheduler.estimate import dense_shape, estimate_cost, hardware_of
 from dspark.scheduler.history import Entry, History, lookup
-from dspark.scheduler.planner import PlanState, Policy, TierCosts, allocate, plan
+from dspark.scheduler.planner import PlanState, Policy, allocate, plan
 from dspark.scheduler.survival import SurvivalPrior, survival_of
+from dspark.scheduler.tier_costs import TierCosts
 
 REQUESTS = (1, 8, 32, 64, 128, 256)
 BAR_REQUESTS = 256

@@ -5,13 +5,15 @@ from __future__ import annotations
 import itertools
 import statistics
 import time
+from collections import deque
 from collections.abc import Callable, Hashable, Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
 _WORTH = 0.01  # of the time: a tier that saves less than the next one costs is not kept
 _RING = 8  # steps in flight, at most; two are with overlap scheduling
+_UNTAKEN = 256  # steps that are kept for a caller who does not take them
 
 
 def seconds_per_call(call: Callable[[], Any], device: torch.device, budget_seconds: float = 0.03) -> float:
@@ -57,8 +59,20 @@ def worth_keeping(seconds: Mapping[int, float]) -> list[int]:
     return kept[::-1]
 
 
+class StepTime(NamedTuple):
+    """One step, as the device saw it."""
+
+    note: Any  # what the caller gave with the step
+    busy_seconds: float  # from before its first launch to after its last
+    seconds: float | None  # to the start of the next step; None if something else came in between
+
+
 class StepTimer:
-    """Device time of every step, from events that are read when they have happened: nothing waits."""
+    """Device time of every step, from events that are read when they have happened: nothing waits.
+
+    ``seconds`` sums from the start to the end of each step. ``taken`` also says how long it was from the start of a
+    step to that of the next one: what the host needs in between is in there, and it is what the client waits for.
+    """
 
     def __init__(self, device: torch.device) -> None:
         self._cuda = device.type == "cuda"
@@ -67,43 +81,64 @@ class StepTimer:
             self._events = [
                 (torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)) for _ in range(_RING)
             ]
-        self._open: dict[int, Hashable] = {}  # place in the ring -> key of a step that is not read yet
+        self._open: dict[int, tuple[Hashable, Any, bool]] = {}  # step -> key, note, whether the next one follows on it
         self._step = 0
+        self._times: deque[StepTime] = deque(maxlen=_UNTAKEN)
         self.seconds: dict[Any, tuple[int, float]] = {}  # key -> steps, their sum
         self.unread = 0  # steps whose events had not happened when their place was needed again
 
     def start(self) -> None:
         """Before the first launch of a step."""
         self._collect()
-        place = self._step % _RING
-        if self._open.pop(place, None) is not None:
+        if self._open.pop(self._step - _RING, None) is not None:
             self.unread += 1
+        place = self._step % _RING
         if self._cuda:
             self._events[place][0].record()
         else:
             self._events[place] = time.perf_counter(), None
 
-    def stop(self, key: Hashable) -> None:
-        """After its last launch. Args: key: what to count the step under."""
+    def stop(self, key: Hashable, note: Any = None) -> None:
+        """After its last launch. Args: key: what to count the step under; note: to find in ``taken``."""
         place = self._step % _RING
         if self._cuda:
             self._events[place][1].record()
         else:
             self._events[place] = self._events[place][0], time.perf_counter()
-        self._open[place] = key
+        self._open[self._step] = key, note, True
         self._step += 1
 
+    def interrupt(self) -> None:
+        """Something else runs before the next step: the time until that is not the last step's."""
+        last = self._open.get(self._step - 1)
+        if last is not None:
+            self._open[self._step - 1] = (*last[:2], False)
+
+    def taken(self) -> list[StepTime]:
+        """The steps read since the last call, in the order in which they ran."""
+        times = list(self._times)
+        self._times.clear()
+        return times
+
     def _collect(self) -> None:
-        """Read the steps that are over, oldest first."""
+        """Read the steps that are over, oldest first; the newest one only once the next one has begun."""
         while self._open:
-            place = next(iter(self._open))
-            start, end = self._events[place]
-            if self._cuda and not end.query():
+            step = next(iter(self._open))
+            key, note, followed = self._open[step]
+            start, end = self._events[step % _RING]
+            if followed and step == self._step - 1:
                 return
-            seconds = start.elapsed_time(end) / 1e3 if self._cuda else end - start
-            key = self._open.pop(place)
+            after = self._events[(step + 1) % _RING][0] if followed else end
+            if self._cuda and not (end.query() and after.query()):
+                return
+            del self._open[step]
+            busy, seconds = self._between(start, end), self._between(start, after)
+            self._times.append(StepTime(note, busy, seconds if followed else None))
             count, total = self.seconds.get(key, (0, 0.0))
-            self.seconds[key] = count + 1, total + seconds
+            self.seconds[key] = count + 1, total + busy
+
+    def _between(self, start: Any, end: Any) -> float:
+        return start.elapsed_time(end) / 1e3 if self._cuda else end - start
 
     def clear(self) -> None:
         """Forget what was measured; steps in flight are still counted."""

@@ -212,9 +212,16 @@ class StepGraphs:
         return max(self._split_tiers if draft else self._split_slots, default=0)
 
     def run(
-        self, batch: ScheduleBatch, budget: StepBudget, kind: Sampling, extras: StepExtras | None = None
+        self,
+        batch: ScheduleBatch,
+        budget: StepBudget,
+        kind: Sampling,
+        extras: StepExtras | None = None,
+        note: object = None,
     ) -> tuple[StepOutcome, int]:
         """Stage, replay, copy out: nothing here waits for the device but a grammar, for the drafts.
+
+        ``note`` is what the timer shall tell with the step's time.
 
         Returns:
             The outcome, whose drafts and survival are static (they hold until the next step drafts), and the rows that
@@ -245,7 +252,7 @@ class StepGraphs:
             rows = slots
             self._read_done()
         assert output is not None
-        self.timer.stop((budget.draft, general, rows))
+        self.timer.stop((budget.draft, general, rows), note)
         return self._outcome(output.clone(), slots, count, budget), rows
 
     def _split(self, split: Split, count: int, extras: StepExtras | None) -> torch.Tensor | None:

@@ -20,8 +20,10 @@ from dspark.scheduler.cost import CostModel
 from dspark.scheduler.cost_file import load_cost_model
 from dspark.scheduler.estimate import ModelShape, dense_shape, estimate_cost, hardware_of
 from dspark.scheduler.json_file import Provenance
-from dspark.scheduler.planner import Policy, TierCosts
+from dspark.scheduler.planner import Policy
+from dspark.scheduler.refine import Refinement
 from dspark.scheduler.sts_file import StsDeployment, StsTable, load_sts
+from dspark.scheduler.tier_costs import TierCosts
 from dspark.worker.budget import BudgetScheduler
 from dspark.worker.relay import ConfidenceRelay, HostBuffers
 
@@ -98,10 +100,10 @@ def model_shape(server_args: Any, spec: DraftSpec) -> ModelShape:
 
 def cost_model(
     server_args: Any, spec: DraftSpec, table: CostModel | None, measured: CostModel | None, ladder: np.ndarray
-) -> CostModel | None:
+) -> tuple[CostModel | None, str | None]:
     """The table if it fits this deployment, else what was measured, else the built-in estimate.
 
-    None if a table was given and does not fit: an operator who names a table wants no other.
+    None, and why, if a table was given and does not fit: an operator who names a table wants no other.
 
     The estimate knows nothing of the host's share of a step, which decides whether plain decoding would be faster. So
     it may trim, but only a measured table can switch the draft off.
@@ -125,12 +127,12 @@ def cost_model(
             table.require_deployment(deployment(server_args, spec, ladder))
         except CostTableError as error:
             logger.error("dspark: %s; until then full windows are verified", error)
-            return None
+            return None, str(error)
         model = table
     for note in (*model.notes, model.coverage_note(max_requests, int(ladder[-1]))):
         if note:
             logger.info("dspark: %s", note)
-    return model
+    return model, None
 
 
 def build_scheduler(
@@ -158,8 +160,10 @@ def build_scheduler(
     captured = None if graph_tiers is None else np.array(graph_tiers, dtype=np.int64)
     ladder = tier_ladder(int(server_args.max_running_requests), spec.window) if captured is None else captured
     nominal = ladder if graph_ladder is None else np.array(graph_ladder, dtype=np.int64)
-    model = None if mode == "static" else cost_model(server_args, spec, table, measured, nominal)
+    model, refusal = (None, None) if mode == "static" else cost_model(server_args, spec, table, measured, nominal)
     costs = None if model is None else TierCosts(model, ladder, spec.gamma)
+    overlap = not server_args.disable_overlap_schedule
+    learns = captured is not None and int(server_args.tp_size) == 1  # ranks with clocks of their own would part
     if costs is None and settings.slo_step_ms is not None:
         logger.warning("dspark: %s has no effect: nothing is scheduled", SLO_VARIABLE)
     slo = None if settings.slo_step_ms is None else settings.slo_step_ms / 1e3
@@ -170,6 +174,10 @@ def build_scheduler(
         costs=costs,
         policy=Policy(min_predicted_gain=settings.min_predicted_gain, slo_step_seconds=slo),
         graph_tiers=captured,
+        # A CPU runs the step in the host's own thread, whatever the schedule.
+        refinement=Refinement.initial(overlap and str(server_args.device) != "cpu") if learns else None,
+        result_lag=2 if overlap else 1,
+        refusal=refusal,
     )
 
 

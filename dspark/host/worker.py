@@ -182,6 +182,7 @@ class DSparkWorker(BaseSpecWorker):
         """Run one prefill or decode batch of the scheduler."""
         publish = on_publish or (lambda lengths: None)
         if batch.forward_mode.is_extend() or batch.is_extend_in_batch:
+            self._interrupt_timer()
             return self._prefill(batch, publish)
         with _profiled_step():
             return self._decode(batch, publish, grammar_barrier)
@@ -225,6 +226,7 @@ class DSparkWorker(BaseSpecWorker):
     ) -> GenerationBatchResult:
         """Run the step of :class:`dspark.worker.step.DecodeStep` on the scheduler's batch."""
         if batch.forward_mode.is_idle():
+            self._interrupt_timer()
             return self._idle(publish)
         assert self._requests is not None
         assert self._budgets is not None
@@ -244,10 +246,16 @@ class DSparkWorker(BaseSpecWorker):
         extras = StepExtras(batch, grammar_barrier) if wanted(batch) else None
         refusal = "no graphs" if self._graphs is None else self._graphs.refusal(batch, budget, kind)
         if self._graphs is not None and refusal is None:
-            outcome, forwarded = self._graphs.run(batch, budget, kind, extras)
+            # A step that waits for a grammar says nothing of the others.
+            note = self._budgets.note() if extras is None else None
+            if not self._budgets.same_batch:
+                self._interrupt_timer()
+            outcome, forwarded = self._graphs.run(batch, budget, kind, extras, note)
             publish(outcome.lengths)
+            self._budgets.learn(self._graphs.timer.taken())
         else:
             self._eager_steps[str(refusal)] += 1
+            self._interrupt_timer()
             budget = budget.unpadded(len(batch.reqs), self.spec.gamma)
             forwarded = budget.tier
             table = self.model_runner.req_to_token_pool.req_to_token
@@ -283,6 +291,11 @@ class DSparkWorker(BaseSpecWorker):
             cap_lens=outcome.plan.verify_lens if scheduled else None,
             block_accept_lens=outcome.ceiling if self.mode == "cap-accept" else None,
         )
+
+    def _interrupt_timer(self) -> None:
+        """The next step does not follow on the last one: the time between them is nobody's."""
+        if self._graphs is not None:
+            self._graphs.timer.interrupt()
 
     def _idle(self, publish: Publish) -> GenerationBatchResult:
         empty = torch.empty((0,), dtype=torch.int64, device=self.device)

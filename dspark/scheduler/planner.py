@@ -14,15 +14,20 @@ Both are pure: state goes in and comes out. They run on identical bytes on every
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from enum import StrEnum
 from typing import NamedTuple
 
 import numpy as np
 
 from dspark.errors import ConfigError
-from dspark.scheduler.cost import CostModel, pad_to_tier
+from dspark.scheduler.cost import pad_to_tier
+from dspark.scheduler.refine import Correction
+from dspark.scheduler.tier_costs import TierCosts, TierRow
+from dspark.scheduler.trust import Promise, believed, promise
 
+_LEAST_LOSS = 0.05  # of a step: the least that a visit is taken to cost
+KNOWN = 2.0  # samples near a tier below which it is due for a visit
 STAY_SHARE = 0.5  # hysteresis: what was chosen stays until its gain falls below this share of the gain that chose it
 
 
@@ -36,6 +41,7 @@ class Reason(StrEnum):
     SLO_UNREACHABLE = "step time limit out of reach"  # even the smallest tier is too slow; it is taken
     DRAFT_OFF = "draft off"
     PROBE = "draft-off probe"  # one drafted step, to learn whether drafting pays again
+    VISIT = "visit of a tier"  # one step in a tier whose time has not been seen for long
     IDLE = "no requests"
 
 
@@ -50,6 +56,7 @@ class Policy:
     min_predicted_gain: float = 0.01  # tokens per second over the full window's, to leave it
     min_draft_off_gain: float = 0.005  # tokens per second over the best drafted step's, to stop drafting
     max_probe_share: float = 0.005  # of the time of draft-off steps, spent on finding out whether drafting pays again
+    max_visit_share: float = 0.002  # of the time of drafted steps, spent on tiers that are not known well
     slo_step_seconds: float | None = None
     forced_fraction: float | None = None  # f: K = floor(f * R * gamma), whatever the cost
 
@@ -58,6 +65,7 @@ class Policy:
             ("min_predicted_gain", self.min_predicted_gain, 0.0, math.inf),
             ("min_draft_off_gain", self.min_draft_off_gain, 0.0, math.inf),
             ("max_probe_share", self.max_probe_share, 1e-6, 1.0),
+            ("max_visit_share", self.max_visit_share, 0.0, 1.0),
             ("slo_step_seconds", self.slo_step_seconds, 1e-9, math.inf),
             ("forced_fraction", self.forced_fraction, 0.0, 1.0),
         ):
@@ -76,6 +84,7 @@ class PlanState:
     draft_off: bool = False
     probe_credit_seconds: float = 0.0  # that draft-off steps have set aside for probes; early probes borrow
     off_requests: int = 0  # batch size that the draft-off decision was made for
+    visit_credit_seconds: float = 0.0  # that drafted steps have set aside for visits
 
 
 @dataclass(frozen=True)
@@ -91,66 +100,7 @@ class BudgetPlan:
     predicted_gain: float  # tokens per second over the full window's, minus 1
     reason: Reason
     state: PlanState  # to pass to the next plan
-
-
-@dataclass(frozen=True, eq=False)
-class TierRow:
-    """Tiers that a batch of R requests can run, smallest first; the last one holds the full window."""
-
-    tiers: np.ndarray  # [L] int64 rows
-    drafts: np.ndarray  # [L] int64 draft rows that each holds
-    starts: np.ndarray  # int64: where the survivals of each further tier begin in the sorted pool; first tier first
-    seconds: np.ndarray  # [L] float64 without context
-    context_seconds: np.ndarray  # [L] float64 per context token of the batch
-    plain_seconds: float | None  # of a step without draft, without context
-    plain_context_seconds: float  # per context token of the batch
-
-
-@dataclass(frozen=True, eq=False)
-class TierCosts:
-    """Cost model on the captured tiers. Everything that depends only on R is worked out once per R and kept.
-
-    Raises:
-        ConfigError: the ladder is empty, not increasing, or has a tier below 1.
-    """
-
-    cost: CostModel
-    ladder: np.ndarray  # [L] int64 captured tiers, rows
-    gamma: int
-    _rows: dict[int, TierRow] = field(default_factory=dict, repr=False)
-
-    def __post_init__(self) -> None:
-        ladder = np.asarray(self.ladder)
-        if ladder.ndim != 1 or ladder.size == 0 or ladder[0] < 1 or (np.diff(ladder) <= 0).any():
-            raise ConfigError(
-                f"found tiers {ladder.tolist()}; required are increasing row counts >= 1; correct the ladder"
-            )
-
-    def row(self, requests: int) -> TierRow:
-        """The tiers of a batch of ``requests`` >= 1."""
-        row = self._rows.get(requests)
-        if row is None:
-            row = self._rows[requests] = self._make_row(requests)
-        return row
-
-    def _make_row(self, requests: int) -> TierRow:
-        full = requests * (self.gamma + 1)
-        first, last = np.searchsorted(self.ladder, (requests, full))
-        tiers = np.asarray(self.ladder[first : last + 1], dtype=np.int64)
-        if last == self.ladder.size:  # no captured graph holds the full window: it runs as it is
-            tiers = np.append(tiers, full)
-        drafts = np.minimum(tiers, full) - requests
-        # A first tier of R rows holds no draft, and an empty segment would not sum to 0 in ``reduceat``.
-        starts = drafts[:-1] if drafts[0] == 0 else np.concatenate([[0], drafts[:-1]])
-        return TierRow(
-            tiers=tiers,
-            drafts=drafts,
-            starts=starts,
-            seconds=self.cost.work_seconds(requests, tiers),
-            context_seconds=self.cost.context_seconds(requests, tiers),
-            plain_seconds=self.cost.plain_work_seconds(requests),
-            plain_context_seconds=self.cost.plain_context_seconds,
-        )
+    promised: Promise | None = None  # of the drafts that are verified; None without any
 
 
 class _Choice(NamedTuple):
@@ -171,6 +121,7 @@ def plan(
     *,
     context_tokens: float = 0.0,
     informed: bool = True,
+    theta: float = 1.0,
 ) -> BudgetPlan:
     """Choose budget and tier of a step from survivals two steps old.
 
@@ -183,6 +134,7 @@ def plan(
         state: of the plan before.
         context_tokens: C of this step or of at most two steps ago.
         informed: ``Lookup.informed``; the draft is not switched off or on by what is only the prior.
+        theta: how far the survivals can be believed (``trust``); 1: as they are.
     """
     requests, gamma = survival.shape
     assert gamma == costs.gamma, f"survival of {gamma} drafts, costs of {costs.gamma}"
@@ -191,23 +143,27 @@ def plan(
     row = costs.row(requests)
     order = np.negative(survival, dtype=np.float32).ravel()
     order.sort()  # ascending negatives are descending survivals
+    if theta != 1.0:
+        order = -believed(-order, theta)
     tokens = _tokens(order, row, requests)
-    seconds = np.maximum(row.seconds + row.context_seconds * context_tokens, costs.cost.floor_seconds)
+    learned = costs.correction(requests, context_tokens)
+    seconds = _seconds(row, costs, learned, context_tokens)
     full_rate = float(tokens[-1] / seconds[-1])
     if policy.forced_fraction is not None:
         budget = forced_budget(policy.forced_fraction, requests, gamma)
         return _forced(order[:budget], requests, full_rate, costs, context_tokens, state)
-    choice = _drafted(tokens, seconds, costs.cost.relative_error, policy, state)
+    choice = _drafted(tokens, seconds, costs.relative_error, policy, state)
     trimmed = choice.reason is not Reason.FULL
     if state.trimmed != trimmed:
         state = replace(state, trimmed=trimmed)
-    if row.plain_seconds is not None:
-        plain = max(row.plain_seconds + row.plain_context_seconds * context_tokens, costs.cost.floor_seconds)
+    plain = _plain_seconds(row, costs, learned, context_tokens)
+    if plain is not None:
         off = _Choice(-1, requests / plain / full_rate - 1.0, Reason.DRAFT_OFF, float(requests), plain)
-        probe_rate = float(tokens[0] / seconds[0])
-        probe = _Choice(0, probe_rate / full_rate - 1.0, Reason.PROBE, float(tokens[0]), float(seconds[0]))
-        threshold = max(policy.min_draft_off_gain, costs.cost.relative_error)
+        threshold = max(policy.min_draft_off_gain, costs.relative_error)
+        probe = _probe(row, tokens, seconds, full_rate, requests)
         choice, state = _draft_or_off(choice, off, probe, threshold, policy, state, informed)
+    if learned is not None and informed and choice.reason in (Reason.FULL, Reason.TRIMMED):
+        choice, state = _visit(choice, tokens, seconds, full_rate, learned.evidence, policy, state)
     drafts, tier = 0, pad_to_tier(requests, costs.ladder)
     if choice.at >= 0:
         drafts, tier = int(row.drafts[choice.at]), int(row.tiers[choice.at])
@@ -221,7 +177,64 @@ def plan(
         predicted_gain=choice.gain,
         reason=choice.reason,
         state=state,
+        promised=promise(-order[:drafts]) if drafts else None,
     )
+
+
+def _seconds(row: TierRow, costs: TierCosts, learned: Correction | None, context_tokens: float) -> np.ndarray:
+    """[L] float64 of the drafted steps."""
+    seconds = row.seconds + row.context_seconds * context_tokens
+    if learned is None:
+        return np.maximum(seconds, costs.cost.floor_seconds)
+    return np.maximum(seconds * learned.factors, max(costs.cost.floor_seconds, learned.floor_seconds))
+
+
+def _plain_seconds(row: TierRow, costs: TierCosts, learned: Correction | None, context_tokens: float) -> float | None:
+    """Seconds of the step without a draft; None if the model does not know."""
+    if row.plain_seconds is None:
+        return None
+    seconds = row.plain_seconds + row.plain_context_seconds * context_tokens
+    if learned is None:
+        return max(seconds, costs.cost.floor_seconds)
+    return max(seconds * learned.plain_factor, costs.cost.floor_seconds, learned.floor_seconds)
+
+
+def _probe(row: TierRow, tokens: np.ndarray, seconds: np.ndarray, full_rate: float, requests: int) -> _Choice:
+    """The cheapest step that verifies a draft of every fourth request: acceptance tells more than confidence."""
+    at = min(int(np.searchsorted(row.drafts, max(1, requests // 4))), row.tiers.size - 1)
+    gain = float(tokens[at] / seconds[at]) / full_rate - 1.0
+    return _Choice(at, gain, Reason.PROBE, float(tokens[at]), float(seconds[at]))
+
+
+def _visit(
+    choice: _Choice,
+    tokens: np.ndarray,
+    seconds: np.ndarray,
+    full_rate: float,
+    evidence: np.ndarray,
+    policy: Policy,
+    state: PlanState,
+) -> tuple[_Choice, PlanState]:
+    """The chosen step, or one in a tier that is due for a visit, and the next state.
+
+    What a tier takes is learned by running it, so one that is never chosen would keep whatever was once believed of it.
+    Every drafted step sets aside the share of its time that visits may cost; the cheapest visit that is due and paid
+    for is made. A visit costs the time that the best step would have needed less for the same tokens.
+    """
+    credit = min(state.visit_credit_seconds + policy.max_visit_share * choice.seconds, choice.seconds)
+    due = evidence < KNOWN
+    due[choice.at] = False
+    if policy.slo_step_seconds is not None:
+        due &= seconds <= policy.slo_step_seconds
+    # A visit that seems to cost nothing is an unknown one all the same.
+    price = seconds * np.maximum(1.0 - tokens / seconds * (choice.seconds / choice.tokens), _LEAST_LOSS)
+    price[~due] = np.inf
+    at = int(price.argmin())
+    if price[at] > credit:
+        return choice, replace(state, visit_credit_seconds=credit)
+    gain = float(tokens[at] / seconds[at]) / full_rate - 1.0
+    visit = _Choice(at, gain, Reason.VISIT, float(tokens[at]), float(seconds[at]))
+    return visit, replace(state, visit_credit_seconds=credit - float(price[at]))
 
 
 def forced_budget(fraction: float, requests: int, gamma: int) -> int:
@@ -249,7 +262,7 @@ def _forced(
     rows = requests + best.size
     tier = pad_to_tier(rows, costs.ladder)
     tokens = requests - float(best.sum(dtype=np.float64))
-    seconds = float(costs.cost.seconds(requests, np.array([tier]), context_tokens)[0])
+    seconds = costs.predicted(True, requests, tier, context_tokens)
     gain = tokens / seconds / full_rate - 1.0
     return BudgetPlan(True, best.size, rows, tier, tokens, seconds, gain, Reason.FORCED, state)
 
@@ -260,8 +273,8 @@ def _drafted(
     """The best tier that the guard and the step time limit allow."""
     rates = tokens / seconds
     full = allowed = rates.size - 1
-    if policy.slo_step_seconds is not None:  # seconds never fall along the tiers
-        allowed = int(seconds.searchsorted(policy.slo_step_seconds, side="right")) - 1
+    if policy.slo_step_seconds is not None:
+        allowed = int(np.maximum.accumulate(seconds).searchsorted(policy.slo_step_seconds, side="right")) - 1
     at = int(rates[: max(allowed, 0) + 1].argmax())
     gain = float(rates[at] / rates[full]) - 1.0
     if allowed < 0:
@@ -289,8 +302,8 @@ def _draft_or_off(
 
     Only confidences can tell whether drafting would pay again, and a step with the draft off has none. So once in a
     while a step drafts as a probe; two steps later its confidences decide. Every draft-off step sets aside the share of
-    its time that probes may cost, and a probe waits until its price is there. That price is known: a probe runs the
-    smallest tier, so it commits no fewer tokens than a plain step. A batch that has shrunk to half is probed at once,
+    its time that probes may cost, and a probe waits until its price is there. That price is known: a probe commits no
+    fewer tokens than a plain step. A batch that has shrunk to half is probed at once,
     on credit: plain decoding wins by saturation, and that may be over.
     """
     if drafted.reason is Reason.SLO_UNREACHABLE:
@@ -299,14 +312,14 @@ def _draft_or_off(
     if not state.draft_off:
         if gain <= threshold or not informed:
             return drafted, state
-        return off, PlanState(state.trimmed, True, 0.0, int(off.tokens))
+        return off, replace(state, draft_off=True, probe_credit_seconds=0.0, off_requests=int(off.tokens))
     if informed and gain <= threshold * STAY_SHARE:
-        return drafted, PlanState(state.trimmed)
+        return drafted, replace(state, draft_off=False, probe_credit_seconds=0.0, off_requests=0)
     credit = state.probe_credit_seconds + policy.max_probe_share * off.seconds
     price, requests = probe.seconds - off.seconds, int(off.tokens)
     if credit >= price or 2 * requests <= state.off_requests:
-        return probe, PlanState(state.trimmed, True, credit - max(price, 0.0), requests)
-    return off, PlanState(state.trimmed, True, credit, state.off_requests)
+        return probe, replace(state, probe_credit_seconds=credit - max(price, 0.0), off_requests=requests)
+    return off, replace(state, probe_credit_seconds=credit)
 
 
 def allocate(survival: np.ndarray, budget: int) -> np.ndarray:

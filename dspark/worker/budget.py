@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 from collections import Counter, defaultdict
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 import torch
 
 from dspark.config import VerifyMode
+from dspark.cuda_graph.timing import StepTime
 from dspark.scheduler.cost import pad_to_tier
-from dspark.scheduler.planner import BudgetPlan, PlanState, Policy, Reason, TierCosts, forced_budget, plan
+from dspark.scheduler.planner import BudgetPlan, PlanState, Policy, Reason, forced_budget, plan
+from dspark.scheduler.refine import Refinement
+from dspark.scheduler.tier_costs import TierCosts
 from dspark.types import StepBudget
+from dspark.worker.learning import CostLearner, StepNote, TrustLearner
 from dspark.worker.relay import ConfidenceRelay
 
 
@@ -31,6 +36,9 @@ class BudgetScheduler:
         costs: TierCosts | None = None,
         policy: Policy | None = None,
         graph_tiers: np.ndarray | None = None,
+        refinement: Refinement | None = None,
+        result_lag: int = 2,
+        refusal: str | None = None,
     ) -> None:
         """Args:
         gamma: drafts per block.
@@ -39,11 +47,18 @@ class BudgetScheduler:
         costs: seconds of a step per tier; None: no step is trimmed unless it is pinned.
         policy: of the planner.
         graph_tiers: [L] int64, rows of the captured graphs, if packed rows must be padded to one of them.
+        refinement: where to start correcting ``costs`` by the time of real steps; None: they stay as they are.
+        result_lag: steps until the host knows what a step has committed: 2 with overlap scheduling, else 1.
+        refusal: why a table that was given is not used; for the statistics.
         """
-        self._gamma, self._mode, self._relay, self._costs = gamma, mode, relay, costs
+        self._gamma, self._mode, self._relay, self._refusal = gamma, mode, relay, refusal
+        self._learner = None if costs is None else CostLearner(costs, refinement)
+        self._trust = TrustLearner(result_lag)
         self._policy = policy or Policy()
         self._graph_tiers = graph_tiers
         self._state = PlanState()
+        self._context_tokens = 0.0
+        self.same_batch = False  # whether the step decided last has the requests of the one before it
         self._pin: float | None = None
         self._step = 0
         self._requests: tuple[np.ndarray, np.ndarray] = (np.empty(0, np.int64), np.empty(0, np.int64))
@@ -54,12 +69,12 @@ class BudgetScheduler:
     @property
     def schedules(self) -> bool:
         """Whether windows follow the planner."""
-        return self._mode != "static" and self._costs is not None
+        return self._mode != "static" and self._learner is not None
 
     @property
     def cost_source(self) -> str | None:
         """Where the step times come from; None if nothing is scheduled."""
-        return self._costs.cost.source if self._costs is not None else None
+        return self._learner.costs.cost.source if self._learner is not None else None
 
     def pin(self, fraction: float | None) -> None:
         """Verify exactly floor(``fraction`` * R * gamma) drafts from the next step on, in every mode; None ends it.
@@ -77,12 +92,26 @@ class BudgetScheduler:
             context_tokens: C of the batch, at most two steps old.
         """
         self._step += 1
-        self._requests = slots, generations
+        before, self._requests = self._requests, (slots, generations)
+        self._context_tokens = context_tokens
+        self.same_batch = all(map(np.array_equal, before, self._requests))
         self.plan = None
         if self.schedules:
             self._schedule(slots, generations, context_tokens)
         self._budget_of_step = self._budget(slots.shape[0])
         return self._budget_of_step
+
+    def note(self) -> StepNote | None:
+        """What is believed of the time of the step that was decided last, for ``learn``; None if nothing is."""
+        if self._learner is None or not self.schedules:
+            return None
+        budget, requests = self._budget_of_step, self._requests[0].shape[0]
+        return self._learner.note(budget.draft, requests, budget.tier, self._context_tokens)
+
+    def learn(self, times: Sequence[StepTime]) -> None:
+        """Take the times of steps that are over, with their notes."""
+        if self._learner is not None and times:
+            self._learner.learn(times)
 
     def publish(self, survival: torch.Tensor | None, forwarded: int) -> None:
         """Hand over what the step that was decided last has done.
@@ -97,18 +126,23 @@ class BudgetScheduler:
 
     def _schedule(self, slots: np.ndarray, generations: np.ndarray, context_tokens: float) -> None:
         """Plan the step. A pinned one is planned as well, so that relay and prior stay warm for the time after."""
-        assert self._costs is not None
+        assert self._learner is not None
+        self._trust.arrive(slots, generations, context_tokens)
         known = self._relay.survival(self._step, slots, generations)
         assert known.survival is not None
         self.plan = plan(
             known.survival,
-            self._costs,
+            self._learner.costs,
             self._policy,
             self._state,
             context_tokens=context_tokens,
             informed=known.informed,
+            theta=self._trust.trust.theta,
         )
         self._state = self.plan.state
+        learns = known.informed and self._pin is None
+        promised, drafted = self.plan.promised if learns else None, self.plan.draft or self._pin is not None
+        self._trust.remember(slots, generations, context_tokens, promised, drafted)
         if self._pin is not None:
             self.plan = None  # not what runs
 
@@ -148,6 +182,9 @@ class BudgetScheduler:
         self._reasons: Counter[Reason] = Counter()
         # R -> steps, scheduled rows M, forwarded rows, steps without a draft
         self._by_requests: defaultdict[int, np.ndarray] = defaultdict(lambda: np.zeros(4, dtype=np.int64))
+        self._trust.clear()
+        if self._learner is not None:
+            self._learner.clear()
         self._relay.waits = self._relay.own_rows = 0
         self._relay.found = dict.fromkeys(self._relay.found, 0)
 
@@ -160,6 +197,9 @@ class BudgetScheduler:
             "requests": sum(requests * int(row[0]) for requests, row in self._by_requests.items()),
             "pinned_fraction": self._pin,
             "cost_source": self.cost_source,
+            "table_refused": self._refusal,
+            "step_times": None if self._learner is None else self._learner.statistics(),
+            "trust": self._trust.statistics(),
             "reasons": {str(reason): count for reason, count in sorted(self._reasons.items())},
             "relay": {str(found): count for found, count in self._relay.found.items()},
             "own_confidences": self._relay.own_rows,

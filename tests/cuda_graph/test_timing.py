@@ -50,15 +50,39 @@ def test_median_of_the_calls(budget: float, repeats: int, monkeypatch: pytest.Mo
 
 def test_steps_are_summed_by_key() -> None:
     timer = StepTimer(torch.device("cpu"))
-    for key in ("a", "b", "a"):
+    for key in ("a", "b", "a", "c"):
         timer.start()
         time.sleep(0.001)
         timer.stop(key)
-    timer.start()  # reads what is over
+    timer.start()  # reads what is over and was followed by another step
     assert {key: count for key, (count, _) in timer.seconds.items()} == {"a": 2, "b": 1}
     assert timer.seconds["a"][1] >= 0.002
     timer.clear()
     assert not timer.seconds
+
+
+def test_the_time_to_the_next_step_is_told_unless_something_came_between(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Steps of 2 ms, 3 ms of the host after each; a prefill of 100 ms after the second."""
+    now = [0.0]
+    monkeypatch.setattr(timing.time, "perf_counter", lambda: now[0])
+    timer, found = StepTimer(torch.device("cpu")), []
+    for note in range(5):
+        timer.start()
+        now[0] += 0.002
+        timer.stop("step", note)
+        now[0] += 0.003
+        if note == 1:
+            timer.interrupt()
+            now[0] += 0.1
+        found += timer.taken()
+    timer.interrupt()
+    timer.start()
+    found += timer.taken()
+    assert [one.note for one in found] == [0, 1, 2, 3, 4]
+    assert [one.busy_seconds for one in found] == pytest.approx([0.002] * 5)
+    assert [one.seconds for one in found if one.seconds] == pytest.approx([0.005] * 3)
+    assert [one.note for one in found if one.seconds is None] == [1, 4]
+    assert timer.taken() == []
 
 
 class LateEvent:
@@ -91,5 +115,5 @@ def test_a_late_event_is_never_waited_for(monkeypatch: pytest.MonkeyPatch) -> No
     LateEvent.happened = True
     timer.start()
     count, seconds = timer.seconds["step"]
-    assert count == timing._RING
+    assert count == timing._RING - 1  # the last one is still without a next one
     assert seconds == pytest.approx(0.003 * count)

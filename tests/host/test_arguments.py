@@ -187,7 +187,9 @@ def test_a_table_of_another_deployment_is_not_trimmed_with(
         path = tmp_path / "table.json"
         path.write_text(json.dumps(TABLE | {"provenance": provenance}))
         table, _ = schedule.load_files(resolve(speculative_dspark_sps_table_path=str(path)), spec, "compact")
-        assert (schedule.cost_model(args, spec, table, None, ladder) is not None) == used
+        model, refused = schedule.cost_model(args, spec, table, None, ladder)
+        assert (model is not None) == used
+        assert used or (refused is not None and f"{next(iter(change))}: found" in refused)
     assert f"{next(iter(change))}: found" in caplog.text
     assert "full windows" in caplog.text
 
@@ -195,7 +197,7 @@ def test_a_table_of_another_deployment_is_not_trimmed_with(
 def test_the_estimate_never_switches_the_draft_off(resolve: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SGLANG_RAGGED_VERIFY_MODE", "compact")
     args = resolve()
-    model = schedule.cost_model(args, arguments.draft_spec_of(args), None, None, np.arange(1, 65))
+    model, _ = schedule.cost_model(args, arguments.draft_spec_of(args), None, None, np.arange(1, 65))
     assert model is not None
     assert model.plain_step(4) is None
 

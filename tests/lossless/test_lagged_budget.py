@@ -16,8 +16,9 @@ import torch
 
 from dspark.kernels.allocate import allocate
 from dspark.scheduler.history import Entry, History, lookup
-from dspark.scheduler.planner import BudgetPlan, PlanState, Policy, Reason, TierCosts, plan
+from dspark.scheduler.planner import BudgetPlan, PlanState, Policy, Reason, plan
 from dspark.scheduler.survival import SurvivalPrior
+from dspark.scheduler.tier_costs import TierCosts
 from dspark.types import StepBudget
 from dspark.worker import step
 from tests.compare import assert_distribution, distribution_p_value
@@ -28,9 +29,10 @@ from tests.scheduler.cases import staircase
 TRIALS, FAULT_TRIALS = 100_000, 20_000
 SIZE, GAMMA = 2, 3  # requests of one server, drafts of a block
 SLOTS, GENERATIONS = np.arange(SIZE), np.zeros(SIZE, dtype=np.int64)
-TIERS = np.arange(SIZE, SIZE * (GAMMA + 1) + 1, 2)
+TIERS = np.array([2, 3, 4, 6, 8])
+assert TIERS[-1] == SIZE * (GAMMA + 1)
 ENDS = np.array([1.0, 64.0])
-# A jump at every second row, and a plain step that is cheap enough to win when confidences are low.
+# Jumps, and a plain step that is cheap enough to win when confidences are low.
 COSTS = TierCosts(staircase(TIERS, 0.6 + 0.3 * TIERS, plain_probes=ENDS, plain_seconds=0.25 + 0.3 * ENDS), TIERS, GAMMA)
 POLICY = Policy(max_probe_share=1.0)
 TOY = make_toy(704, GAMMA)

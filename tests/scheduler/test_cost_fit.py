@@ -10,8 +10,9 @@ from dspark.errors import CostTableError
 from dspark.scheduler.cost import CostModel
 from dspark.scheduler.cost_fit import StepSamples, fit_cost_model
 from dspark.scheduler.estimate import estimate_cost, hardware_of
-from dspark.scheduler.planner import PlanState, Policy, TierCosts, plan
+from dspark.scheduler.planner import PlanState, Policy, plan
 from dspark.scheduler.survival import survival_of
+from dspark.scheduler.tier_costs import TierCosts
 
 TRUTH = CostModel(
     bias_seconds=2e-3,

@@ -8,8 +8,9 @@ import numpy as np
 import pytest
 
 from dspark.scheduler.history import Entry, History, lookup
-from dspark.scheduler.planner import BudgetPlan, PlanState, Policy, Reason, TierCosts, plan
+from dspark.scheduler.planner import BudgetPlan, PlanState, Policy, Reason, plan
 from dspark.scheduler.survival import SurvivalPrior
+from dspark.scheduler.tier_costs import TierCosts
 from tests.scheduler.cases import steep
 
 GAMMA = 3

@@ -12,7 +12,8 @@ import itertools
 import numpy as np
 import pytest
 
-from dspark.scheduler.planner import PlanState, TierCosts, allocate, plan
+from dspark.scheduler.planner import PlanState, allocate, plan
+from dspark.scheduler.tier_costs import TierCosts
 from tests.compare import FLOAT_32, assert_close
 from tests.scheduler.cases import EXACT, NO_GUARD, staircase
 

@@ -9,8 +9,9 @@ from hypothesis import strategies as st
 
 from dspark.errors import ConfigError
 from dspark.scheduler.cost import CostModel, pad_to_tier
-from dspark.scheduler.planner import BudgetPlan, PlanState, Policy, Reason, TierCosts, allocate, plan
+from dspark.scheduler.planner import BudgetPlan, PlanState, Policy, Reason, allocate, plan
 from dspark.scheduler.survival import survival_of
+from dspark.scheduler.tier_costs import TierCosts
 from tests.compare import assert_close, assert_equal
 from tests.scheduler.cases import EXACT, NO_GUARD, SUMS, expected_tokens, staircase, steep, survivals, windows
 

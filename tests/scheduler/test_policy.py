@@ -11,8 +11,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dspark.scheduler.planner import PlanState, Policy, Reason, TierCosts, plan
+from dspark.scheduler.planner import PlanState, Policy, Reason, plan
 from dspark.scheduler.survival import survival_of
+from dspark.scheduler.tier_costs import TierCosts
 from tests.scheduler.cases import staircase, steep
 
 START = PlanState()

@@ -12,8 +12,9 @@ import numpy as np
 import pytest
 
 from dspark.scheduler.history import Entry, History, lookup
-from dspark.scheduler.planner import PlanState, Policy, TierCosts, allocate, plan
+from dspark.scheduler.planner import PlanState, Policy, allocate, plan
 from dspark.scheduler.survival import SurvivalPrior
+from dspark.scheduler.tier_costs import TierCosts
 from tests.scheduler.cases import Trace, expected_tokens, staircase, trace
 
 GAMMA = 7

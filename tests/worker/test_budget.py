@@ -10,7 +10,8 @@ import torch
 
 from dspark.cuda_graph.ladder import tier_ladder
 from dspark.scheduler.cost import CostModel, pad_to_tier
-from dspark.scheduler.planner import PlanState, Policy, TierCosts, plan
+from dspark.scheduler.planner import PlanState, Policy, plan
+from dspark.scheduler.tier_costs import TierCosts
 from dspark.types import StepBudget
 from dspark.worker.budget import BudgetScheduler
 from dspark.worker.relay import ConfidenceRelay, HostBuffers

@@ -1,0 +1,87 @@
+"""How far confidences can be believed: one number, learned from what was really accepted.
+
+    survival that is planned with = min(a, LIMIT) ** theta
+
+theta above 1 corrects confidences that promise too much, below 1 too little. It keeps the order of the drafts, so that
+who gets a row is decided as before; only how many rows pay changes. An extended Kalman filter in log theta compares,
+step by step, the drafts that the plan expected to be accepted with those that were. Its inputs are sums over a batch of
+steps that ended at least two steps ago, so no draft can influence through it whether it is verified.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+LIMIT = 0.98  # of a survival: nothing can be learned of a draft that is taken for certain
+START_VARIANCE = 1.0  # of log theta, before anything was seen: a factor of e either way
+DRIFT = 1e-5  # variance per observed step: workloads change
+SURPRISE = 9.0  # squared deviations beyond which the workload must have changed
+REGAIN = 0.02  # variance that a surprise gives back, at least
+IDLE_STEPS = 4096.0  # without a draft, after which log theta is half of what it was: the next workload may be another
+_LOWEST, _HIGHEST = math.log(1 / 16), math.log(256)
+_NOISE_FACTOR = 2.0  # accepted drafts of a request come in runs: their sum varies more than independent ones would
+_NOISE_FLOOR = 0.5  # drafts
+
+
+@dataclass(frozen=True)
+class Trust:
+    """log theta and its variance."""
+
+    log_theta: float = 0.0
+    variance: float = START_VARIANCE
+
+    @property
+    def theta(self) -> float:
+        return math.exp(self.log_theta)
+
+
+@dataclass(frozen=True)
+class Promise:
+    """What a plan says of its admitted drafts, so that it can be held against what comes."""
+
+    drafts: int  # K
+    expected: float  # sum of their survivals p
+    slope: float  # of that sum along log theta: sum of p * log p, not above 0
+    noise: float  # sum of p * (1 - p)
+
+
+def believed(survival: np.ndarray, theta: float) -> np.ndarray:
+    """Survivals [...] float32 as the planner should take them; unchanged if ``theta`` is exactly 1."""
+    if theta == 1.0:
+        return survival
+    usable = np.clip(survival, 1e-9, LIMIT).astype(np.float32)
+    return np.exp(np.log(usable) * np.float32(theta))
+
+
+def promise(admitted: np.ndarray) -> Promise:
+    """Args: admitted: [K] float32, believed survivals of the drafts that are verified."""
+    clipped = np.clip(admitted, 1e-9, LIMIT)
+    slope = float(np.dot(clipped, np.log(clipped)))
+    total = float(clipped.sum(dtype=np.float64))
+    return Promise(admitted.size, total, slope, total - float(np.dot(clipped, clipped)))
+
+
+def observe(trust: Trust, promised: Promise, accepted: float) -> Trust:
+    """The trust after a step of which ``accepted`` of the promised drafts were accepted; pure."""
+    if promised.drafts == 0:
+        return trust
+    noise = _NOISE_FACTOR * promised.noise + _NOISE_FLOOR
+    variance = trust.variance + DRIFT
+    error = accepted - promised.expected
+    if error**2 > SURPRISE * (promised.slope**2 * variance + noise):
+        variance = max(variance, REGAIN)
+    total = promised.slope**2 * variance + noise
+    gain = variance * promised.slope / total
+    # The curve bends: far from the truth one step of a filter that thinks it straight must not overshoot.
+    moved = trust.log_theta + min(max(gain * error, -1.0), 1.0)
+    return Trust(min(max(moved, _LOWEST), _HIGHEST), min(variance * (1 - gain * promised.slope), START_VARIANCE))
+
+
+def rest(trust: Trust) -> Trust:
+    """The trust after a step that has drafted nothing."""
+    if trust.log_theta == 0.0:
+        return trust
+    return replace(trust, log_theta=trust.log_theta * 0.5 ** (1 / IDLE_STEPS))

@@ -1,0 +1,158 @@
+"""What finished steps teach the scheduler: what steps take, and how far confidences can be believed."""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict, deque
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from dspark.cuda_graph.timing import StepTime
+from dspark.scheduler.refine import Refinement, StepSample, floor_of, refine
+from dspark.scheduler.tier_costs import TierCosts
+from dspark.scheduler.trust import Promise, Trust, observe, rest
+
+_FIRST_BATCH, _BATCH, _WARM = 16, 128, 512  # samples of one refinement at first; later; from how many on
+
+
+class StepNote(NamedTuple):
+    """A step that is about to run, as far as its time goes."""
+
+    draft: bool
+    requests: int
+    tier: int
+    context_tokens: float
+    model_seconds: float
+    predicted_seconds: float
+
+
+class CostLearner:
+    """Holds predictions against the time of real steps and corrects them. Without a refinement it only counts."""
+
+    def __init__(self, costs: TierCosts, refinement: Refinement | None) -> None:
+        self.costs = costs
+        self._refinement = refinement
+        self._samples: list[StepSample] = []
+        self.clear()
+
+    def note(self, draft: bool, requests: int, tier: int, context_tokens: float) -> StepNote:
+        """What is believed of a step before it runs."""
+        model = self.costs.model_seconds(draft, requests, tier, context_tokens)
+        predicted = self.costs.predicted(draft, requests, tier, context_tokens)
+        return StepNote(draft, requests, tier, context_tokens, model, predicted)
+
+    def learn(self, times: Sequence[StepTime]) -> None:
+        """Take the times of steps that are over; one without a step that follows on it says nothing."""
+        for time in times:
+            note: StepNote | None = time.note
+            if note is None or time.seconds is None or note.predicted_seconds <= 0:
+                continue
+            self._count(note, time.seconds)
+            self._samples.append(StepSample(*note[:5], time.busy_seconds, time.seconds))
+        if self._refinement is None:
+            self._samples.clear()
+        elif len(self._samples) >= (_FIRST_BATCH if self._refinement.step < _WARM else _BATCH):
+            self._refinement = refine(self._refinement, self._samples)
+            self._samples.clear()
+            self.costs = self.costs.refined(self._refinement)
+
+    def _count(self, note: StepNote, seconds: float) -> None:
+        octave = int(math.log2(max(note.context_tokens / note.requests, 1.0)))
+        error = abs(note.predicted_seconds - seconds)
+        self._sums[note.requests, octave] += (1.0, note.predicted_seconds, seconds, error)
+
+    def clear(self) -> None:
+        """Forget the sums, not what was learned."""
+        self._sums: defaultdict[tuple[int, int], np.ndarray] = defaultdict(lambda: np.zeros(4))
+
+    def statistics(self) -> dict[str, Any]:
+        """Predicted and measured time per batch size and octave of context; sums, of unbroken runs of steps only."""
+        rows = [
+            {"requests": requests, "context_from": 2**octave, "steps": int(sums[0])}
+            | dict(zip(("predicted_seconds", "measured_seconds", "error_seconds"), sums[1:].tolist(), strict=True))
+            for (requests, octave), sums in sorted(self._sums.items())
+        ]
+        learned = self._refinement
+        if learned is None:
+            return {"source": self.costs.cost.source, "learned_steps": 0, "by_batch_and_context": rows}
+        batches = sorted({requests for requests, _ in self._sums})
+        floors = {str(requests): floor_of(learned, requests) * 1e3 for requests in batches}
+        return {
+            "source": self.costs.cost.source,
+            "learned_steps": int(learned.step),
+            "cells": int(learned.weights.size),
+            "host_floor_ms": floors,
+            "by_batch_and_context": rows,
+        }
+
+
+class _Remembered(NamedTuple):
+    slots: np.ndarray
+    generations: np.ndarray
+    context_tokens: float
+    promised: Promise | None
+    drafted: bool
+
+
+class TrustLearner:
+    """Compares promised drafts with accepted ones, from the lengths that the host knows anyway.
+
+    Context tokens grow from one step to the next by what the step ``lag`` steps before has committed. A step is judged
+    two steps later at the earliest, under any lag, so that the next step's plan knows nothing of it.
+    """
+
+    def __init__(self, lag: int) -> None:
+        """Args: lag: 2 if the host plans a step while the one before it runs, else 1."""
+        self._lag = lag
+        self._steps: deque[_Remembered] = deque(maxlen=4)
+        self.trust = Trust()
+        self.clear()
+
+    def arrive(self, slots: np.ndarray, generations: np.ndarray, context_tokens: float) -> None:
+        """Called first when a step is planned, with its batch and C; learns from the step two before it."""
+        now = _Remembered(slots, generations, context_tokens, None, False)
+        steps = [*self._steps, now]
+        at = len(steps) - 3  # the step that is judged
+        if at >= 0 and all(_same(steps[at], later) for later in steps[at + 1 :]):
+            after, before = steps[at + self._lag], steps[at + self._lag - 1]
+            committed = after.context_tokens - before.context_tokens
+            self._judge(steps[at], committed - slots.shape[0])
+
+    def _judge(self, step: _Remembered, accepted: float) -> None:
+        if not step.drafted:
+            self.trust = rest(self.trust)
+        elif step.promised is not None:
+            if not 0 <= accepted <= step.promised.drafts:  # not that step's: the host has changed lengths itself
+                self.skipped += 1
+                return
+            self.trust = observe(self.trust, step.promised, accepted)
+            self.steps += 1
+            self.sums += (step.promised.drafts, step.promised.expected, accepted)
+
+    def remember(
+        self,
+        slots: np.ndarray,
+        generations: np.ndarray,
+        context_tokens: float,
+        promised: Promise | None,
+        drafted: bool,
+    ) -> None:
+        """Called last when a step was planned; ``promised`` is None if nothing can be learned from it."""
+        self._steps.append(_Remembered(slots, generations, context_tokens, promised, drafted))
+
+    def clear(self) -> None:
+        """Forget the sums, not what was learned."""
+        self.steps = self.skipped = 0
+        self.sums = np.zeros(3)  # drafts verified, promised, accepted
+
+    def statistics(self) -> dict[str, Any]:
+        """theta, and sums over the steps that were judged."""
+        names = ("verified_drafts", "promised_drafts", "accepted_drafts")
+        sums = dict(zip(names, self.sums.tolist(), strict=True))
+        return {"theta": self.trust.theta, "steps": self.steps, "skipped_steps": self.skipped} | sums
+
+
+def _same(one: _Remembered, other: _Remembered) -> bool:
+    return np.array_equal(one.slots, other.slots) and np.array_equal(one.generations, other.generations)
