@@ -16,14 +16,15 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 LIMIT = 0.98  # of a survival: nothing can be learned of a draft that is taken for certain
-START_VARIANCE = 1.0  # of log theta, before anything was seen: a factor of e either way
+START_VARIANCE = 0.1  # of log theta, before anything was seen: most heads are off by less than a third
+MAX_VARIANCE = 1.0
 DRIFT = 1e-5  # variance per observed step: workloads change
 SURPRISE = 9.0  # squared deviations beyond which the workload must have changed
-REGAIN = 0.02  # variance that a surprise gives back, at least
-IDLE_STEPS = 4096.0  # without a draft, after which log theta is half of what it was: the next workload may be another
+REGAIN = 0.02  # variance that a surprise leaves, at least; else four times what it was
+IDLE_STEPS = 16384.0  # without a draft, after which log theta is half of what it was: the next workload may be another
 _LOWEST, _HIGHEST = math.log(1 / 16), math.log(256)
 _NOISE_FACTOR = 2.0  # accepted drafts of a request come in runs: their sum varies more than independent ones would
-_NOISE_FLOOR = 0.5  # drafts
+_NOISE_FLOOR = 0.1  # drafts
 
 
 @dataclass(frozen=True)
@@ -72,12 +73,12 @@ def observe(trust: Trust, promised: Promise, accepted: float) -> Trust:
     variance = trust.variance + DRIFT
     error = accepted - promised.expected
     if error**2 > SURPRISE * (promised.slope**2 * variance + noise):
-        variance = max(variance, REGAIN)
+        variance = max(4.0 * variance, REGAIN)
     total = promised.slope**2 * variance + noise
     gain = variance * promised.slope / total
     # The curve bends: far from the truth one step of a filter that thinks it straight must not overshoot.
     moved = trust.log_theta + min(max(gain * error, -1.0), 1.0)
-    return Trust(min(max(moved, _LOWEST), _HIGHEST), min(variance * (1 - gain * promised.slope), START_VARIANCE))
+    return Trust(min(max(moved, _LOWEST), _HIGHEST), min(variance * (1 - gain * promised.slope), MAX_VARIANCE))
 
 
 def rest(trust: Trust) -> Trust:
