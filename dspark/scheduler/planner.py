@@ -133,7 +133,7 @@ def plan(
         policy: settings.
         state: of the plan before.
         context_tokens: C of this step or of at most two steps ago.
-        informed: ``Lookup.informed``; the draft is not switched off or on by what is only the prior.
+        informed: ``Lookup.informed``; the prior alone switches the draft neither off nor on.
         theta: how far the survivals can be believed (``trust``); 1: as they are.
     """
     requests, gamma = survival.shape
@@ -143,8 +143,7 @@ def plan(
     row = costs.row(requests)
     order = np.negative(survival, dtype=np.float32).ravel()
     order.sort()  # ascending negatives are descending survivals
-    if theta != 1.0:
-        order = -believed(-order, theta)
+    order = -believed(-order, theta)
     tokens = _tokens(order, row, requests)
     learned = costs.correction(requests, context_tokens)
     seconds = _seconds(row, costs, learned, context_tokens)
@@ -153,25 +152,20 @@ def plan(
         budget = forced_budget(policy.forced_fraction, requests, gamma)
         return _forced(order[:budget], requests, full_rate, costs, context_tokens, state)
     choice = _drafted(tokens, seconds, costs.relative_error, policy, state)
-    trimmed = choice.reason is not Reason.FULL
-    if state.trimmed != trimmed:
-        state = replace(state, trimmed=trimmed)
+    state = _remembered(state, choice.reason is not Reason.FULL)
     plain = _plain_seconds(row, costs, learned, context_tokens)
     if plain is not None:
         off = _Choice(-1, requests / plain / full_rate - 1.0, Reason.DRAFT_OFF, float(requests), plain)
-        threshold = max(policy.min_draft_off_gain, costs.relative_error)
         probe = _probe(row, tokens, seconds, full_rate, requests)
-        choice, state = _draft_or_off(choice, off, probe, threshold, policy, state, informed)
+        choice, state = _draft_or_off(choice, off, probe, costs.relative_error, policy, state, informed)
     if learned is not None and informed and choice.reason in (Reason.FULL, Reason.TRIMMED):
         choice, state = _visit(choice, tokens, seconds, full_rate, learned.evidence, policy, state)
-    drafts, tier = 0, pad_to_tier(requests, costs.ladder)
-    if choice.at >= 0:
-        drafts, tier = int(row.drafts[choice.at]), int(row.tiers[choice.at])
+    drafts = int(row.drafts[choice.at]) if choice.at >= 0 else 0
     return BudgetPlan(
         draft=choice.at >= 0,
         budget=drafts,
         rows=requests + drafts,
-        tier=tier,
+        tier=int(row.tiers[choice.at]) if choice.at >= 0 else pad_to_tier(requests, costs.ladder),
         expected_tokens=choice.tokens,
         predicted_seconds=choice.seconds,
         predicted_gain=choice.gain,
@@ -179,6 +173,10 @@ def plan(
         state=state,
         promised=promise(-order[:drafts]) if drafts else None,
     )
+
+
+def _remembered(state: PlanState, trimmed: bool) -> PlanState:
+    return state if state.trimmed == trimmed else replace(state, trimmed=trimmed)
 
 
 def _seconds(row: TierRow, costs: TierCosts, learned: Correction | None, context_tokens: float) -> np.ndarray:
@@ -293,7 +291,7 @@ def _draft_or_off(
     drafted: _Choice,
     off: _Choice,
     probe: _Choice,
-    threshold: float,
+    relative_error: float,
     policy: Policy,
     state: PlanState,
     informed: bool,
@@ -308,6 +306,7 @@ def _draft_or_off(
     """
     if drafted.reason is Reason.SLO_UNREACHABLE:
         return (off._replace(reason=drafted.reason) if off.seconds < drafted.seconds else drafted), state
+    threshold = max(policy.min_draft_off_gain, relative_error)
     gain = off.tokens / off.seconds * drafted.seconds / drafted.tokens - 1.0
     if not state.draft_off:
         if gain <= threshold or not informed:

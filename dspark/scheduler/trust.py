@@ -19,7 +19,8 @@ LIMIT = 0.98  # of a survival: nothing can be learned of a draft that is taken f
 START_VARIANCE = 0.1  # of log theta, before anything was seen: most heads are off by less than a third
 MAX_VARIANCE = 1.0
 DRIFT = 1e-5  # variance per observed step: workloads change
-SURPRISE = 9.0  # squared deviations beyond which the workload must have changed
+_SCORE_KEPT = 0.9  # of the running sum of deviations; its variance is 1 / (1 - 0.81) while the filter is right
+SURPRISE = 9.0 / (1 - _SCORE_KEPT**2)  # its square, beyond which the workload must have changed: three deviations
 REGAIN = 0.02  # variance that a surprise leaves, at least; else four times what it was
 IDLE_STEPS = 16384.0  # without a draft, after which log theta is half of what it was: the next workload may be another
 _LOWEST, _HIGHEST = math.log(1 / 16), math.log(256)
@@ -29,10 +30,11 @@ _NOISE_FLOOR = 0.1  # drafts
 
 @dataclass(frozen=True)
 class Trust:
-    """log theta and its variance."""
+    """log theta, its variance, and whether errors have lately gone one way."""
 
     log_theta: float = 0.0
     variance: float = START_VARIANCE
+    score: float = 0.0  # running sum of what was not expected, each in its own standard deviation
 
     @property
     def theta(self) -> float:
@@ -72,13 +74,14 @@ def observe(trust: Trust, promised: Promise, accepted: float) -> Trust:
     noise = _NOISE_FACTOR * promised.noise + _NOISE_FLOOR
     variance = trust.variance + DRIFT
     error = accepted - promised.expected
-    if error**2 > SURPRISE * (promised.slope**2 * variance + noise):
-        variance = max(4.0 * variance, REGAIN)
-    total = promised.slope**2 * variance + noise
-    gain = variance * promised.slope / total
+    score = _SCORE_KEPT * trust.score + error / math.sqrt(promised.slope**2 * variance + noise)
+    if score**2 > SURPRISE:
+        variance, score = max(4.0 * variance, REGAIN), 0.0
+    gain = variance * promised.slope / (promised.slope**2 * variance + noise)
     # The curve bends: far from the truth one step of a filter that thinks it straight must not overshoot.
     moved = trust.log_theta + min(max(gain * error, -1.0), 1.0)
-    return Trust(min(max(moved, _LOWEST), _HIGHEST), min(variance * (1 - gain * promised.slope), MAX_VARIANCE))
+    left = min(variance * (1 - gain * promised.slope), MAX_VARIANCE)
+    return Trust(min(max(moved, _LOWEST), _HIGHEST), left, score)
 
 
 def rest(trust: Trust) -> Trust:

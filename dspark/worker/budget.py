@@ -140,7 +140,8 @@ class BudgetScheduler:
             theta=self._trust.trust.theta,
         )
         self._state = self.plan.state
-        learns = known.informed and self._pin is None
+        # A probe is planned on the prior, and its acceptance is all that is learned while the draft is off.
+        learns = (known.informed or self.plan.reason is Reason.PROBE) and self._pin is None
         promised, drafted = self.plan.promised if learns else None, self.plan.draft or self._pin is not None
         self._trust.remember(slots, generations, context_tokens, promised, drafted)
         if self._pin is not None:
