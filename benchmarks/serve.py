@@ -35,6 +35,8 @@ from benchmarks import composed, machine, serve_arms, serve_cells, verdict
 from dspark.demo.server import ServerProcess, default_device
 from dspark.scheduler.replay_blocks import levels as replayed_levels
 
+FIXED_PROMPT = Path(__file__).resolve().parents[1] / "examples" / "prompts" / "frontier.txt"
+
 
 class Results:
     """The output file: what is in it already, and one write after every cell."""
@@ -47,6 +49,17 @@ class Results:
         described = machine.describe()
         self.value |= {"machine": described, "versions": described["versions"]}
         self.value["command"] = "; ".join(filter(None, [self.value.get("command"), command]))
+
+    @classmethod
+    def merged(cls, paths: Sequence[Path], out: Path | None) -> Results:
+        """Several files as one, written to ``out``, whatever is there."""
+        parts = [json.loads(path.read_text()) for path in paths]
+        results = cls(None, "; ".join(part["command"] for part in parts))
+        results._path = out
+        results.value |= {name: parts[0][name] for name in ("machine", "versions")}
+        for kind in ("rows", "step_times", "checks"):
+            results.value[kind] = [entry for part in parts for entry in part[kind]]
+        return results
 
     def has(self, kind: str, **key: Any) -> bool:
         """Whether the list ``kind`` has an entry with these fields."""
@@ -111,7 +124,8 @@ def cross_check(args: argparse.Namespace, server: ServerProcess) -> dict[str, An
     """What the host's own benchmark reports of one batch on the same server."""
     command = [sys.executable, "-m", "sglang.benchmark.one_batch_server", "--model", "None", "--base-url", server.url]
     command += ["--batch-size", str(args.cross_check), "--output-len", str(args.tokens), "--temperature", "0"]
-    command += ["--input-len", str(args.input_len), "--show-report", "--skip-warmup", "--no-append-to-github-summary"]
+    command += ["--fixed-prompt-file", str(FIXED_PROMPT), "--apply-chat-template", "--skip-warmup"]
+    command += ["--show-report", "--no-append-to-github-summary"]
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "result.jsonl"
         done = subprocess.run([*command, "--result-filename", str(path)], capture_output=True, text=True, timeout=300)
@@ -193,13 +207,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     console = Console(width=180 if not sys.stdout.isatty() else None, highlight=False, soft_wrap=True)
     command = "python -m benchmarks.serve " + shlex.join(sys.argv[1:] if argv is None else argv)
     if args.verdict:
-        results = Results(args.out, command)
-        for path in args.verdict:
-            part = json.loads(path.read_text())
-            for kind in ("rows", "step_times", "checks"):
-                results.value[kind] += part[kind]
-            results.value |= {name: part[name] for name in ("machine", "versions", "command")}
-        finish(results, console)
+        finish(Results.merged(args.verdict, args.out), console)
         return
     with tempfile.TemporaryDirectory(prefix=f"{args.model}-") as folder:
         serve_arms.resolve_model(args, Path(folder))

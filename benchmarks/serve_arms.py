@@ -32,6 +32,7 @@ _STEEP = {
     "theta_seconds": [0.001, 0.064, 4.096],
 }
 _TABLES_VARIABLE = "SGLANG_DSPARK_COST_TABLES"
+_ORDER = ("dspark-compact", "dspark-static", "none", "eagle", "builtin-static", "builtin-compact")
 _EAGLE = ("--speculative-num-steps", "3", "--speculative-eagle-topk", "1", "--speculative-num-draft-tokens", "4")
 
 
@@ -117,11 +118,7 @@ def engines(args: argparse.Namespace) -> list[str]:
     if unknown or ("eagle" in args.arms and not args.eagle):
         raise SystemExit(f"found arms {args.arms}; required are some of {', '.join(ARMS)}, and --eagle for eagle")
     wanted = {engine_of(arm, args.own_static) for arm in args.arms}
-    return [
-        engine
-        for engine in ("dspark-compact", "dspark-static", "builtin-compact", "builtin-static", "eagle", "none")
-        if engine in wanted
-    ]
+    return [engine for engine in _ORDER if engine in wanted]
 
 
 def tables_folder(args: argparse.Namespace) -> Path:

@@ -15,7 +15,7 @@ from benchmarks.decode_log import DecodeLog, Interval
 from dspark.demo.server import ServerProcess
 from dspark.errors import HostError
 
-_MIN_INTERVALS = 3  # per round; with fewer, rounds get longer
+_MIN_INTERVALS = 2  # per round; with fewer, rounds get longer
 _MAX_TOKENS = 8  # times the wanted tokens, at most
 _FULL = 1.0
 _UNPIN = -1  # ends a pin on our server; the built-in's HTTP schema lets none end, and nothing here needs it

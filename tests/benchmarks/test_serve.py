@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import json
 from pathlib import Path
 from typing import Any
 
@@ -137,6 +138,18 @@ def test_what_is_in_the_file_is_not_measured_again(tmp_path: Path) -> None:
     again = serve.Results(tmp_path / "out.json", "command")
     assert serve.cells_of(args, "dspark-compact", again) == []
     assert len(serve.cells_of(arguments(model="other"), "dspark-compact", again)) == len(cells)
+
+
+def test_files_of_several_runs_are_judged_together(tmp_path: Path) -> None:
+    paths = [tmp_path / "a.json", tmp_path / "b.json"]
+    for path, arm, rate in zip(paths, ("dspark-compact", "none"), (120, 100), strict=True):
+        serve.Results(path, path.stem).add("rows", row(arm, rate))
+    for _ in range(2):  # an old output is no input
+        results = serve.Results.merged(paths, tmp_path / "out.json")
+        serve.finish(results, Console(quiet=True))
+    value = json.loads((tmp_path / "out.json").read_text())
+    assert (len(value["rows"]), value["command"]) == (2, "a; b")
+    assert [one["best_other"] for one in value["verdicts"]] == ["none"]
 
 
 def test_with_weights_every_arm_is_measured_live(tmp_path: Path) -> None:
