@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 import re
 import time
@@ -14,6 +15,7 @@ import pytest
 import requests
 from transformers import AutoTokenizer
 
+from dspark.__main__ import main
 from dspark.demo.server import ServerProcess
 from tests.conftest import DRAFT
 from tests.e2e.conftest import record, run_all, set_state, steps_of
@@ -241,3 +243,24 @@ def test_a_pin_that_cannot_be_honoured_is_refused(overlap_server: ServerProcess)
         assert not set_state(overlap_server, dspark_force_budget_frac=pin), pin
     assert not set_state(overlap_server, speculative_accept_threshold_single=0.5)
     assert overlap_server.healthy()
+
+
+def test_the_bench_command_counts_what_the_server_generates(
+    overlap_server: ServerProcess, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "prompts.txt").write_text("Name three colours.\nWhat is two plus two?\n")
+    flags = [
+        "--url",
+        f"dspark={overlap_server.url}",
+        "--prompts",
+        str(tmp_path / "prompts.txt"),
+        "--concurrency",
+        "1,2",
+    ]
+    before = record(overlap_server)["schedule"]["steps"]
+    assert main(["bench", *flags, "--requests", "3", "--max-new-tokens", "6"]) == 0
+    rows = json.loads(capsys.readouterr().out.splitlines()[-1])["rows"]
+    assert [row["requests"] for row in rows] == [3, 3]
+    assert all(3 <= row["tokens"] <= 18 for row in rows)
+    assert all(0 < row["ttft_ms_p50"] <= row["latency_ms_p50"] for row in rows)
+    assert record(overlap_server)["schedule"]["steps"] > before
