@@ -23,7 +23,7 @@ for part in "${@:-smollm2 qwen3-8b mixed pictures}"; do
         case $name in
         smollm2) run smollm2 python3 -m benchmarks.serve --target "$target" --draft "$draft" --log-interval 16 \
             --cross-check 32 --out "$out/serve_smollm2.json" ;;
-        qwen3-8b | qwen3-14b) run "$name" python3 -m benchmarks.serve --model "$name" --tokens 192 \
+        qwen3-8b | qwen3-14b) run "$name" python3 -m benchmarks.serve --model "$name" --tokens 192 --log-interval 4 \
             --batches 1,8,16,32,64,128,256 --out "$out/serve_$name.json" ;;
         mixed) run mixed python3 -m benchmarks.mixed --target "$target" --draft "$draft" --out "$out/mixed_h200.png" ;;
         pictures)

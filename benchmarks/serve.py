@@ -30,9 +30,11 @@ from pathlib import Path
 from typing import Any
 
 from rich.console import Console
+from rich.markup import escape
 
 from benchmarks import composed, machine, serve_arms, serve_cells, verdict
 from dspark.demo.server import ServerProcess, default_device
+from dspark.errors import HostError
 from dspark.scheduler.replay_blocks import levels as replayed_levels
 
 FIXED_PROMPT = Path(__file__).resolve().parents[1] / "examples" / "prompts" / "frontier.txt"
@@ -48,7 +50,8 @@ class Results:
             self.value |= json.loads(path.read_text())
         described = machine.describe()
         self.value |= {"machine": described, "versions": described["versions"]}
-        self.value["command"] = "; ".join(filter(None, [self.value.get("command"), command]))
+        commands = self.value.get("command", "").split("; ")
+        self.value["command"] = "; ".join(dict.fromkeys([*filter(None, commands), *command.split("; ")]))
 
     @classmethod
     def merged(cls, paths: Sequence[Path], out: Path | None) -> Results:
@@ -202,22 +205,28 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     return parser.parse_args(argv)
 
 
-def main(argv: Sequence[str] | None = None) -> None:
+def main(argv: Sequence[str] | None = None) -> int:
     args = parse_arguments(argv)
     console = Console(width=180 if not sys.stdout.isatty() else None, highlight=False, soft_wrap=True)
     command = "python -m benchmarks.serve " + shlex.join(sys.argv[1:] if argv is None else argv)
     if args.verdict:
         finish(Results.merged(args.verdict, args.out), console)
-        return
+        return 0
+    failures: list[str] = []
     with tempfile.TemporaryDirectory(prefix=f"{args.model}-") as folder:
         serve_arms.resolve_model(args, Path(folder))
         results = Results(args.out, command)
         # Ours first: what it measures is the built-in's table.
         for engine in serve_arms.engines(args):
-            run_engine(args, engine, results, console)
+            try:
+                run_engine(args, engine, results, console)
+            except HostError as error:  # one arm that fails must not cost the others their time on the machine
+                failures.append(f"{engine}: {error}")
+                console.print(f"[red]{engine} failed:[/red] {escape(str(error))}")
     finish(results, console)
-    print(json.dumps({"rows": results.value["rows"], "verdicts": results.value["verdicts"]}))
+    print(json.dumps({"rows": results.value["rows"], "verdicts": results.value["verdicts"], "failures": failures}))
+    return 1 if failures else 0
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())
