@@ -144,7 +144,7 @@ class Bench:
 
     def _timed(self, cell: Cell) -> dict[str, Any]:
         """All intervals of one round, each of them a repeat."""
-        steps = self._args.log_interval * (self._args.repeats + 2)
+        steps = self._args.log_interval * 2 * (self._args.repeats + 1)
         self._run(cell.batch, self._args.log_interval * 2)
         found = self._run(cell.batch, steps)
         if len(found) < self._args.repeats:  # weights that accept something after all
