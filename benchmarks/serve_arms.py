@@ -10,7 +10,7 @@ import tempfile
 from pathlib import Path
 
 from benchmarks import shapes
-from dspark.config import SIMULATE_VARIABLE
+from dspark.config import SIMULATE_VARIABLE, TABLES_VARIABLE
 from dspark.demo.server import ServerProcess, device_args
 from dspark.scheduler import replay_blocks
 from dspark.scheduler.cost_file import load_cost_model, to_host_additive_json
@@ -31,7 +31,6 @@ _STEEP = {
     "m_probes": [1, 64, 4096],
     "theta_seconds": [0.001, 0.064, 4.096],
 }
-_TABLES_VARIABLE = "SGLANG_DSPARK_COST_TABLES"
 _ORDER = ("dspark-compact", "dspark-static", "none", "eagle", "builtin-static", "builtin-compact")
 _EAGLE = ("--speculative-num-steps", "3", "--speculative-eagle-topk", "1", "--speculative-num-draft-tokens", "4")
 
@@ -79,7 +78,7 @@ def start(args: argparse.Namespace, engine: str, table: Path | None) -> ServerPr
     elif engine == "dspark-compact" and args.table:
         flags += ["--speculative-dspark-sps-table-path", str(args.table)]
     if engine == "dspark-compact":
-        environment[_TABLES_VARIABLE] = str(tables_folder(args))
+        environment[TABLES_VARIABLE] = str(tables_folder(args))
     if engine.startswith("dspark") and not args.real:
         environment[SIMULATE_VARIABLE] = args.levels[0]
 
