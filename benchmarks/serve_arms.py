@@ -74,10 +74,10 @@ def start(args: argparse.Namespace, engine: str, table: Path | None) -> ServerPr
     elif engine != "none":
         flags += ["--speculative-algorithm", "DSPARK", "--speculative-draft-model-path", str(args.draft)]
     if engine == "builtin-compact":
-        flags += _builtin_table(args, table)
+        flags += builtin_table(args, table)
     elif engine == "dspark-compact" and args.table:
         flags += ["--speculative-dspark-sps-table-path", str(args.table)]
-    if engine == "dspark-compact":
+    if engine == "dspark-compact" and args.device != "cpu":
         environment[TABLES_VARIABLE] = str(tables_folder(args))
     if engine.startswith("dspark") and not args.real:
         environment[SIMULATE_VARIABLE] = args.levels[0]
@@ -88,7 +88,7 @@ def start(args: argparse.Namespace, engine: str, table: Path | None) -> ServerPr
     return ServerProcess(flags, env=environment, timeout_seconds=420, progress=progress)
 
 
-def _builtin_table(args: argparse.Namespace, table: Path | None) -> list[str]:
+def builtin_table(args: argparse.Namespace, table: Path | None) -> list[str]:
     """Flags of the built-in: what ours has measured, in its schema; a steep table where every budget is pinned anyway.
 
     Without a measured table it verifies full windows, as it would for any user.

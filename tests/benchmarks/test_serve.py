@@ -158,3 +158,22 @@ def test_with_weights_every_arm_is_measured_live(tmp_path: Path) -> None:
     for engine in serve_arms.engines(args):
         assert {cell.acceptance for cell in serve.cells_of(args, engine, results)} == {"real"}
     assert serve_arms.engines(args)[0] == "dspark-compact"
+
+
+def test_the_builtin_gets_what_ours_has_measured_in_its_own_schema(tmp_path: Path) -> None:
+    args = arguments(out=tmp_path / "out.json", table=None, real=True, input_len=64, tokens=128)
+    assert serve_arms.measured_table(args) is None
+    assert serve_arms.builtin_table(args, None) == []  # full windows
+    ours = {"bias_seconds": 0.01, "bs_probes": [1, 2], "alpha_seconds": [0.0, 0.001], "m_probes": [1, 64]}
+    ours |= {"theta_seconds": [0.001, 0.01], "rho_seconds_per_token": 1e-6}
+    (serve_arms.tables_folder(args) / "target--draft--0123.json").write_text(json.dumps(ours))
+    found = serve_arms.measured_table(args)
+    flag, path = serve_arms.builtin_table(args, found)
+    assert flag == "--speculative-dspark-sps-table-path"
+    theirs = json.loads(Path(path).read_text())
+    assert set(theirs) == {"bias_seconds", "bs_probes", "alpha_seconds", "m_probes", "theta_seconds"}
+    # The form has no context: that of the middle of a round is part of what a request costs.
+    assert theirs["alpha_seconds"] == pytest.approx([128e-6, 0.001 + 2 * 128e-6])
+    assert serve_arms.measured_table(args) == found  # not the one that was written for the built-in
+    args.real = False
+    assert json.loads(Path(serve_arms.builtin_table(args, None)[1]).read_text())["m_probes"][-1] == 4096
