@@ -10,6 +10,8 @@ import torch
 from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 from sglang.srt.runtime_context import get_server_args
 
+from dspark.host import meta_info
+
 logger = logging.getLogger("dspark")
 
 _PIN = "dspark_force_budget_frac"
@@ -173,7 +175,29 @@ def _capture_decode(original: Callable[..., Any], *, model_runner: Any) -> Any:
     return GraphCapture(runner=None, memory_phase="target_verify", memory_usage_gb=0, capture_time=0)
 
 
+def _resolve_step(original: Callable[..., Any], self: Any, result: Any, batch: Any) -> Any:
+    """Here the host looks at the results of a step: they are there, and counted before a request may end by them."""
+    from dspark.host.metrics import ObservedResult
+
+    tokens = original(self, result, batch)
+    if isinstance(result, ObservedResult) and result.observer is not None:
+        result.observer.processed(result, batch, tokens)
+    return tokens
+
+
+def _step_ended(original: Callable[..., Any], self: Any, req: Any, batch: Any, result: Any, *rest: Any) -> None:
+    """The last place where an ended request still has its slot."""
+    if req.finished():
+        from dspark.host.metrics import ObservedResult
+
+        if isinstance(result, ObservedResult) and result.observer is not None:
+            result.observer.finished(req)
+    original(self, req, batch, result, *rest)
+
+
 _SRT = "sglang.srt."
+_RESULTS = _SRT + "managers.scheduler_components.batch_result_processor.SchedulerBatchResultProcessor."
+_TOKENIZER = _SRT + "managers.tokenizer_manager.TokenizerManager."
 HOOKS: dict[str, Callable[..., Any]] = {
     _SRT + "managers.scheduler.validate_dflash_request": _admit,
     _SRT + "mem_cache.kv_cache_configurator.get_req_to_token_extra_context_len": _row_headroom,
@@ -186,6 +210,10 @@ HOOKS: dict[str, Callable[..., Any]] = {
     _SRT + "constrained.xgrammar_backend.XGrammarGrammar.apply_vocab_mask": _mask_vocabulary,
     _SRT + "managers.scheduler.Scheduler.set_internal_state": _set_state,
     _SRT + "model_executor.model_runner_components.cuda_graph_setup.capture_decode_graph": _capture_decode,
+    _RESULTS + "_resolve_spec_v2_tokens": _resolve_step,
+    _RESULTS + "_handle_finish_state_updated_req": _step_ended,
+    _TOKENIZER + "_handle_batch_output": meta_info.take_out,
+    _TOKENIZER + "_calculate_spec_decoding_metrics": meta_info.add,
 }
 """Name in the host -> hook around it."""
 

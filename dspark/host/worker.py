@@ -5,8 +5,8 @@ from __future__ import annotations
 import contextlib
 import logging
 import sys
-from collections import Counter
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -31,9 +31,12 @@ from dspark.host.draft_model import ARCHITECTURES
 from dspark.host.extras import StepExtras, attach_prefill, mask_prefill, wanted
 from dspark.host.graphs import StepGraphs, build_graphs
 from dspark.host.measure import measured_cost
+from dspark.host.metrics import ObservedResult, StepObserver, export
 from dspark.host.networks import HostDraftNet, HostTargetNet
 from dspark.host.schedule import CalibrationClasses, build_scheduler, load_files
 from dspark.host.simulate import assign_classes, build_replay
+from dspark.observe.counters import StepFacts
+from dspark.observe.prometheus import Exporter
 from dspark.types import StepOutcome
 from dspark.worker.budget import BudgetScheduler
 from dspark.worker.records import StepRecorder
@@ -95,7 +98,9 @@ class DSparkWorker(BaseSpecWorker):
         self.simulated: Replay | None = None
         self._budgets: BudgetScheduler | None = None
         self._graphs: StepGraphs | None = None
-        self._eager_steps: Counter[str] = Counter()  # by the reason why no graph was replayed
+        self._observer: StepObserver | None = None
+        self._exporter: Exporter | None = None
+        self._rank = ps.tp_rank
         if ps.tp_rank == 0:
             logger.info(
                 "dspark %s serves DSPARK on sglang %s: gamma=%d mode=%s draft=%s attention=%s/%s device=%s",
@@ -131,6 +136,7 @@ class DSparkWorker(BaseSpecWorker):
         class_of = None if self._calibration is None else self._calibration.of
         seed, vocab = self._target_worker.random_seed, self.spec.vocab_size
         self._requests = RequestTable(rows, self.device, seed, vocab, class_of)
+        self._observer = StepObserver(self.spec.gamma, rows)
         self.simulated = build_replay(self.settings, self.spec.gamma, self._requests)
         self._step = DecodeStep(self._draft_net, self._target_net, self.simulated)
         logger.info("dspark: %.2f GiB for penalties and biases of %d requests", rows * vocab * 8 / 2**30, rows)
@@ -167,6 +173,8 @@ class DSparkWorker(BaseSpecWorker):
             graph_tiers=None if self._graphs is None else self._graphs.tiers,
             graph_ladder=None if self._graphs is None else self._graphs.ladder,
         )
+        assert self._observer is not None
+        self._exporter = export(partial(self._observer.samples, self._budgets), self.server_args, self._rank)
         logger.info("dspark: step times from %s", self._budgets.cost_source or "no table: full windows")
 
     @property
@@ -254,7 +262,6 @@ class DSparkWorker(BaseSpecWorker):
             publish(outcome.lengths)
             self._budgets.learn(self._graphs.timer.taken())
         else:
-            self._eager_steps[str(refusal)] += 1
             self._interrupt_timer()
             budget = budget.unpadded(len(batch.reqs), self.spec.gamma)
             forwarded = budget.tier
@@ -273,23 +280,28 @@ class DSparkWorker(BaseSpecWorker):
         output = LogitsProcessorOutput(next_token_logits=None) if refusal is None else self._target_net.output
         if extras is not None:
             extras.attach(output, outcome.accept.tokens)
-        return self._result(outcome, output, replayed=refusal is None)
+        facts = self._budgets.facts(int(batch.forward_iter), forwarded, refusal)
+        return self._result(outcome, output, facts)
 
     def _result(
-        self, outcome: StepOutcome, output: LogitsProcessorOutput | None, replayed: bool
+        self, outcome: StepOutcome, output: LogitsProcessorOutput | None, facts: StepFacts
     ) -> GenerationBatchResult:
-        accept = outcome.accept
+        accept, windows = outcome.accept, outcome.plan.verify_lens
         scheduled = self._budgets is not None and self._budgets.schedules
-        return GenerationBatchResult(
+        return ObservedResult(
             logits_output=output,
             next_token_ids=accept.tokens.reshape(-1),
             accept_lens=accept.committed,
             next_draft_input=make_draft_input_v2(bonus_tokens=accept.next_anchor, new_seq_lens=outcome.lengths),
             new_seq_lens=outcome.lengths,
-            can_run_cuda_graph=replayed,
+            can_run_cuda_graph=facts.refusal is None,
             speculative_num_draft_tokens=self.spec.window,
-            cap_lens=outcome.plan.verify_lens if scheduled else None,
+            cap_lens=windows if scheduled else None,
             block_accept_lens=outcome.ceiling if self.mode == "cap-accept" else None,
+            observer=self._observer,
+            facts=facts,
+            accepted=accept.accepted,
+            windows=windows if facts.drafted and facts.drafts < windows.shape[0] * self.spec.gamma else None,
         )
 
     def _interrupt_timer(self) -> None:
@@ -350,7 +362,12 @@ class DSparkWorker(BaseSpecWorker):
 
     def clear_info_records(self) -> None:
         """Forget the step records and set the counters to zero."""
-        self._eager_steps.clear()
+        with contextlib.nullcontext() if self._exporter is None else self._exporter.clearing():
+            self._clear()
+
+    def _clear(self) -> None:
+        if self._observer is not None:
+            self._observer.clear()
         if self._graphs is not None:
             self._graphs.timer.clear()
         if self._budgets is not None:
@@ -361,6 +378,7 @@ class DSparkWorker(BaseSpecWorker):
     def dump_info_records(self) -> dict[str, Any]:
         """What ``/server_info`` shows as ``dspark_info_record``."""
         loaded = sorted(name for name in sys.modules if name.startswith(compat.BUILTIN_MODULES))
+        counters = None if self._observer is None else self._observer.counters.statistics()
         record: dict[str, Any] = {
             "implementation": "plugin",
             "version": takeover.version(),
@@ -369,7 +387,8 @@ class DSparkWorker(BaseSpecWorker):
             "simulated": None if self.simulated is None else self.simulated.describe(),
             "builtin_modules_loaded": loaded,
             "schedule": None if self._budgets is None else self._budgets.statistics(),
-            "eager_steps": dict(self._eager_steps),
+            "counters": counters,
+            "eager_steps": {} if counters is None else counters["graph_misses"],
             "graphs": None if self._graphs is None else self._graphs.statistics(),
         }
         if self._recorder is not None:

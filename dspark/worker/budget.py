@@ -11,6 +11,7 @@ import torch
 
 from dspark.config import VerifyMode
 from dspark.cuda_graph.timing import StepTime
+from dspark.observe.counters import StepFacts
 from dspark.scheduler.cost import pad_to_tier
 from dspark.scheduler.planner import BudgetPlan, PlanState, Policy, Reason, forced_budget, plan
 from dspark.scheduler.refine import Refinement
@@ -164,6 +165,20 @@ class BudgetScheduler:
     def _padded(self, rows: int) -> int:
         return rows if self._graph_tiers is None else pad_to_tier(rows, self._graph_tiers)
 
+    def facts(self, iteration: int, forwarded: int, refusal: str | None) -> StepFacts:
+        """What is known of the step that was decided last, for the counters.
+
+        Args:
+            iteration: number of the host's forward.
+            forwarded: rows that the target forwarded, padding included.
+            refusal: why no graph was replayed; None: one was.
+        """
+        budget = self._budget_of_step
+        assert isinstance(budget.drafts, int)
+        predicted = None if self.plan is None else self.plan.predicted_seconds
+        reason = str(self.reason)
+        return StepFacts(iteration, *self._requests, budget.draft, budget.drafts, forwarded, reason, refusal, predicted)
+
     # -- counters: sums and counts, never means ----------------------------------------------------------------------
 
     @property
@@ -177,6 +192,10 @@ class BudgetScheduler:
         self._reasons[self.reason] += 1
         row = self._by_requests[requests]
         row += (1, requests + budget.drafts, forwarded, int(not budget.draft))
+
+    def confidences(self) -> tuple[dict[str, int], int]:
+        """Planned steps by what was found of the confidences of two steps before, and how many came late."""
+        return {str(found): count for found, count in self._relay.found.copy().items()}, self._relay.waits
 
     def clear(self) -> None:
         """Set all counters to zero."""

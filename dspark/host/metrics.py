@@ -1,0 +1,125 @@
+"""What is observed of a running server: facts are noted at launch, and counted when the host has the results.
+
+Nothing waits for the device: the host copies a step's results in the background for its own use, two numbers more per
+request travel with them, and counting happens where it processes them.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from sglang.srt.managers.schedule_batch import Req, ScheduleBatch
+from sglang.srt.managers.scheduler import GenerationBatchResult
+
+from dspark.host import meta_info
+from dspark.observe.counters import StepCounters, StepCounts, StepFacts
+from dspark.observe.prometheus import Exporter, Sample, samples
+from dspark.worker.budget import BudgetScheduler
+
+_LOGGED = ("request_steps", "rows", "tested", "accepted", "trimmed_all_accepted")
+
+
+def to_host(tensor: torch.Tensor) -> torch.Tensor:
+    """A copy on the host, under way on the current stream; the caller waits for an event before it reads."""
+    if not tensor.is_cuda:
+        return tensor.to("cpu", copy=True)
+    copy = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
+    copy.copy_(tensor, non_blocking=True)
+    tensor.record_stream(torch.cuda.current_stream(tensor.device))
+    return copy
+
+
+@dataclass
+class ObservedResult(GenerationBatchResult):
+    """A step's results, with what is counted of them. Tensors are the device's until ``copy_to_cpu``."""
+
+    observer: StepObserver | None = None
+    facts: StepFacts | None = None
+    accepted: torch.Tensor | None = None  # [R] integers, drafts accepted
+    windows: torch.Tensor | None = None  # [R] integers, rows scheduled; None: as ``facts`` say
+
+    def copy_to_cpu(self, *args: Any, **kwargs: Any) -> None:
+        """Ours first: the host's copies end with the event that it waits for."""
+        if self.accepted is not None:
+            self.accepted = to_host(self.accepted)
+        if self.windows is not None:
+            self.windows = to_host(self.windows)
+        super().copy_to_cpu(*args, **kwargs)
+
+
+class StepObserver:
+    """Counts the steps of a server, in the order in which the host processes their results."""
+
+    def __init__(self, gamma: int, slots: int) -> None:
+        """Args:
+        gamma: drafts per block.
+        slots: request slots of the host.
+        """
+        self._window = gamma + 1
+        self.counters = StepCounters(gamma, slots)
+        self._logged: dict[str, int] = {}
+
+    def processed(self, result: ObservedResult, batch: ScheduleBatch, tokens: list[list[int]]) -> None:
+        """Count a step whose results are on the host.
+
+        Args:
+            result: of the step.
+            batch: its requests, as they are now: some may have ended while the step ran.
+            tokens: what the host takes from the step for each request.
+        """
+        facts, lens = result.facts, result.accept_lens
+        assert facts is not None
+        assert result.accepted is not None
+        assert lens is not None
+        count = facts.slots.shape[0]
+        windows = np.full(count, self._window if facts.drafted else 1, dtype=np.int64)
+        if result.windows is not None:
+            windows = result.windows.numpy()
+        ceiling = None if result.block_accept_lens is None else result.block_accept_lens.numpy()
+        self.counters.add(facts, StepCounts(windows, result.accepted.numpy(), ceiling), time.monotonic())
+        taken = sum(map(len, tokens))
+        # The host walks over its requests right here as well.
+        ended = sum(len(run) for run, req in zip(tokens, batch.reqs, strict=True) if req.is_retracted or req.finished())
+        self.counters.deliver(taken - ended, ended, int(lens.sum()) - taken)
+
+    def clear(self) -> None:
+        """Set the server's counters to zero."""
+        self._logged = {}
+        self.counters.clear()
+
+    def samples(self, budgets: BudgetScheduler) -> Iterator[Sample]:
+        """What is exported."""
+        return samples(self.counters.statistics(), *budgets.confidences())
+
+    def log_suffix(self) -> str | None:
+        """What the host appends to its decode log line: the rows and drafts since the last one."""
+        sums = self.counters.statistics()
+        new = {name: sums[name] - self._logged.get(name, 0) for name in _LOGGED}
+        self._logged = {name: sums[name] for name in _LOGGED}
+        if new["request_steps"] <= 0:
+            return None
+        tested, steps = max(new["tested"], 1), new["request_steps"]
+        return (
+            f"dspark: rows {new['rows'] / steps:.2f}, tested drafts accepted {new['accepted'] / tested:.2f}, "
+            f"trimmed and all accepted {new['trimmed_all_accepted'] / steps:.2f}"
+        )
+
+    def finished(self, req: Req) -> None:
+        """Count what lies behind a stop, and give the request its own sums for its ``meta_info``."""
+        if req.finished_len is not None:
+            self.counters.cut(len(req.output_ids) - req.finished_len)
+        meta_info.attach(req, self.counters.request(req.req_pool_idx))
+
+
+def export(worker_reads: Callable[[], Iterator[Sample]], server_args: Any, rank: int) -> Exporter | None:
+    """Start to export if the server has metrics; ranks other than the first would count the same again."""
+    if not server_args.enable_metrics or rank != 0:
+        return None
+    exporter = Exporter(worker_reads, {"model_name": str(server_args.served_model_name)})
+    exporter.start()
+    return exporter

@@ -1,0 +1,264 @@
+"""Counters of decode steps: sums and counts, never means, so that times, servers and requests can be added up.
+
+Everything about drafts and windows follows from one histogram of request steps, ``[rows scheduled, drafts accepted]``.
+Two words differ from a scheme in which every window ends in a bonus row: ``rows`` rows test ``min(rows, gamma)`` drafts
+(the last row of a full window tests none), and a trimmed window whose drafts all passed commits them without a bonus
+(``dspark.kernels.accept``).
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import Counter, deque
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+FOLD_STEPS = 64  # steps that wait until they are added up
+
+
+@dataclass(frozen=True)
+class StepFacts:
+    """What the host knows of a step when it launches it."""
+
+    iteration: int  # number of the scheduler's forward; consecutive ones ran back to back
+    slots: np.ndarray  # [R] int64, request slots
+    generations: np.ndarray  # [R] int64
+    drafted: bool  # False: plain decoding
+    drafts: int  # K, scheduled over the batch
+    forwarded: int  # rows of the target, padding included
+    reason: str  # why the budget is what it is
+    refusal: str | None  # why no graph was replayed; None: one was
+    predicted_seconds: float | None  # of the plan; None without one
+
+
+@dataclass(frozen=True)
+class StepCounts:
+    """What is known of a step once its results are on the host."""
+
+    windows: np.ndarray  # [R] integers, 1..W, rows scheduled
+    accepted: np.ndarray  # [R] integers, 0..min(rows, G)
+    ceiling: np.ndarray | None = None  # [R] integers, 1..W, what a full window would have committed; None: not known
+
+
+class DraftHistogram:
+    """Sums that follow from a histogram [W + 1, W + 1] of request steps by rows scheduled and drafts accepted."""
+
+    def __init__(self, counts: np.ndarray) -> None:
+        self.counts = counts
+        self._gamma = counts.shape[0] - 2
+        self._rows = np.arange(counts.shape[0])[:, None]
+        self._accepted = np.arange(counts.shape[0])[None, :]
+
+    def _sum(self, values: np.ndarray) -> int:
+        return int((self.counts * values).sum())
+
+    def sums(self) -> dict[str, int]:
+        """Counts of drafts, rows and tokens; keys are stable."""
+        tested = np.minimum(self._rows, self._gamma)
+        committed = np.minimum(self._accepted + 1, self._rows)
+        all_passed = self._accepted == tested
+        cut = self._rows <= self._gamma
+        return {
+            "request_steps": self._sum(np.ones_like(self._rows)),
+            "proposed": self._sum(np.full_like(self._rows, self._gamma)),
+            "trimmed": self._sum(self._gamma - tested),
+            "tested": self._sum(tested),
+            "accepted": self._sum(self._accepted),
+            "rejected": self._sum(~all_passed),
+            "unreached": self._sum(tested - self._accepted - ~all_passed),
+            "bonus": self._sum(committed - self._accepted),
+            "committed": self._sum(committed),
+            "rows": self._sum(self._rows),
+            "trimmed_steps": self._sum(cut),
+            "trimmed_all_accepted": self._sum(cut & all_passed),
+        }
+
+    def positions(self) -> dict[str, list[int]]:
+        """Per draft position 1..G: tested in its place, reached (every draft before it passed), accepted."""
+        place = np.arange(1, self._gamma + 1)[:, None, None]
+        tested = np.minimum(self._rows, self._gamma) >= place
+        accepted = self._accepted >= place
+        reached = tested & (self._accepted >= place - 1)
+        names = {"tested": tested, "reached": reached, "accepted": accepted}
+        return {name: (self.counts * held).sum(axis=(1, 2)).tolist() for name, held in names.items()}
+
+    def windows(self) -> list[int]:
+        """Request steps per number of rows 0..W (0 is empty)."""
+        return [int(count) for count in self.counts.sum(axis=1)]
+
+    def committed(self) -> list[int]:
+        """Request steps per number of committed tokens 0..W (0 is empty)."""
+        committed = np.broadcast_to(np.minimum(self._accepted + 1, self._rows), self.counts.shape)
+        return np.bincount(committed.ravel(), self.counts.ravel(), self.counts.shape[0]).astype(int).tolist()
+
+
+class StepCounters:
+    """All counters of a server, and the draft histogram of each running request."""
+
+    def __init__(self, gamma: int, slots: int) -> None:
+        """Args:
+        gamma: drafts per block.
+        slots: request slots of the host.
+        """
+        self._size = gamma + 2
+        self._by_slot = np.zeros((slots, self._size * self._size), dtype=np.int32)
+        self._plain_by_slot = np.zeros(slots, dtype=np.int32)
+        self._generation = np.full(slots, -1, dtype=np.int64)
+        self._pending: deque[tuple[StepFacts, StepCounts, float]] = deque()  # appended to without the lock
+        self._lock = threading.RLock()  # whoever adds up or reads: the server's thread, or one that exports
+        self._zero()
+
+    def clear(self) -> None:
+        """Set the server's counters to zero; those of running requests stay."""
+        with self._lock:
+            self._fold()
+            self._zero()
+
+    def _zero(self) -> None:
+        self._drafted = np.zeros(self._size * self._size, dtype=np.int64)
+        self._ceiling = np.zeros(self._size * self._size, dtype=np.int64)  # (rows scheduled, ceiling)
+        self._plain = 0
+        self._steps: Counter[str] = Counter()  # with and without a draft
+        self._reasons: Counter[str] = Counter()
+        self._misses: Counter[str] = Counter()
+        self._tiers: Counter[int] = Counter()
+        self._time = np.zeros(3)  # steps with both times, predicted and measured seconds
+        self._absolute_error = 0.0
+        self._delivery: Counter[str] = Counter()
+        self._last: tuple[int, float] | None = None  # iteration and time of the last result
+
+    def add(self, facts: StepFacts, counts: StepCounts, now: float) -> None:
+        """Count one step: kept as it is and added up with others later, which costs less than one by one.
+
+        Args:
+            facts, counts: of the step; not to be changed afterwards.
+            now: seconds on a monotonic clock, when its results were there.
+        """
+        self._pending.append((facts, counts, now))
+        if len(self._pending) >= FOLD_STEPS:
+            self._fold()
+
+    def _fold(self) -> None:
+        """Add up the steps that wait."""
+        with self._lock:
+            self._fold_steps([self._pending.popleft() for _ in range(len(self._pending))])
+
+    def _fold_steps(self, steps: list[tuple[StepFacts, StepCounts, float]]) -> None:
+        for facts, _, now in steps:
+            self._steps["drafted" if facts.drafted else "draft_off"] += 1
+            self._reasons[facts.reason] += 1
+            self._tiers[facts.forwarded] += 1
+            if facts.refusal is not None:
+                self._misses[facts.refusal] += 1
+            self._add_time(facts, now)
+        if steps:
+            self._renew(
+                np.concatenate([f.slots for f, _, _ in steps]), np.concatenate([f.generations for f, _, _ in steps])
+            )
+        self._fold_drafted([(facts, counts) for facts, counts, _ in steps if facts.drafted])
+        plain = [facts for facts, _, _ in steps if not facts.drafted]
+        if plain:
+            slots, own = self._own(plain)
+            self._plain += slots.shape[0]
+            np.add.at(self._plain_by_slot, slots[own], 1)
+
+    def _fold_drafted(self, steps: list[tuple[StepFacts, StepCounts]]) -> None:
+        if not steps:
+            return
+        rows = np.concatenate([counts.windows for _, counts in steps]).astype(np.int64) * self._size
+        place = rows + np.concatenate([counts.accepted for _, counts in steps])
+        slots, own = self._own([facts for facts, _ in steps])
+        np.add.at(self._by_slot, (slots[own], place[own]), 1)
+        self._drafted += np.bincount(place, minlength=self._drafted.shape[0])
+        known = [counts.windows * self._size + counts.ceiling for _, counts in steps if counts.ceiling is not None]
+        if known:
+            self._ceiling += np.bincount(np.concatenate(known), minlength=self._ceiling.shape[0])
+
+    def _renew(self, slots: np.ndarray, generations: np.ndarray) -> None:
+        """Empty the slots that have a new request."""
+        before = self._generation[slots]
+        self._generation[slots] = generations  # of a slot that comes twice, the last
+        new = slots[before != self._generation[slots]]
+        self._by_slot[new] = 0
+        self._plain_by_slot[new] = 0
+
+    def _own(self, steps: list[StepFacts]) -> tuple[np.ndarray, np.ndarray]:
+        """Slots of the steps, and whether each still belonged to the request that has it now."""
+        slots = np.concatenate([facts.slots for facts in steps])
+        return slots, np.concatenate([facts.generations for facts in steps]) == self._generation[slots]
+
+    def _add_time(self, facts: StepFacts, now: float) -> None:
+        """Only a step whose predecessor was a decode step, right before it, has a time between two results."""
+        last, self._last = self._last, (facts.iteration, now)
+        if facts.predicted_seconds is None or last is None or last[0] != facts.iteration - 1:
+            return
+        measured = now - last[1]
+        self._time += (1.0, facts.predicted_seconds, measured)
+        self._absolute_error += abs(facts.predicted_seconds - measured)
+
+    def deliver(self, delivered: int, after_end: int, by_grammar: int) -> None:
+        """Count where the committed tokens of a step went.
+
+        Args:
+            delivered: handed on to running requests, before a cut at a stop.
+            after_end: committed for requests that had ended when the step ran.
+            by_grammar: dropped since the grammar had ended.
+        """
+        self._delivery.update(handed_on=delivered, after_end=after_end, by_grammar=by_grammar)
+
+    def cut(self, tokens: int) -> None:
+        """Count ``tokens`` that were handed on and lie behind a stop inside of a block."""
+        self._delivery["behind_stop"] += tokens
+
+    def request(self, slot: int) -> dict[str, Any]:
+        """Sums of the request in ``slot``, since it took the slot (a retracted request takes a new one)."""
+        with self._lock:
+            self._fold()
+            histogram = DraftHistogram(self._by_slot[slot].reshape(self._size, self._size).copy())
+            plain = int(self._plain_by_slot[slot])
+        return {**_with_plain(histogram.sums(), plain), "windows": histogram.windows(), "draft_off_steps": plain}
+
+    def statistics(self) -> dict[str, Any]:
+        """Sums since the start or the last ``clear``; keys are stable."""
+        with self._lock:
+            self._fold()
+            return self._statistics()
+
+    def _statistics(self) -> dict[str, Any]:
+        drafts = DraftHistogram(self._drafted.reshape(self._size, self._size))
+        ceiling = self._ceiling.reshape(self._size, self._size)
+        sums = _with_plain(drafts.sums(), self._plain)
+        handed, behind = self._delivery["handed_on"], self._delivery["behind_stop"]
+        return {
+            **sums,
+            "delivered": handed - behind,
+            "behind_stop": behind,
+            "after_end": self._delivery["after_end"],
+            "by_grammar": self._delivery["by_grammar"],
+            "positions": drafts.positions(),
+            "windows": drafts.windows(),
+            "committed_histogram": drafts.committed(),
+            "ceiling": {
+                "request_steps": int(ceiling.sum()),
+                "tokens": int(ceiling.sum(axis=0) @ np.arange(self._size)),
+            },
+            "steps": {name: self._steps[name] for name in ("drafted", "draft_off")},
+            "tiers": {str(rows): count for rows, count in sorted(self._tiers.items())},
+            "graph_misses": dict(self._misses),
+            "reasons": dict(self._reasons),
+            "step_time": {
+                "steps": int(self._time[0]),
+                "predicted_seconds": float(self._time[1]),
+                "measured_seconds": float(self._time[2]),
+                "absolute_error_seconds": self._absolute_error,
+            },
+        }
+
+
+def _with_plain(sums: dict[str, int], plain: int) -> dict[str, int]:
+    """Add ``plain`` request steps without a draft: one row, one bonus token each."""
+    return {
+        name: count + plain * (name in ("request_steps", "bonus", "committed", "rows")) for name, count in sums.items()
+    }

@@ -1,0 +1,146 @@
+"""The counters as Prometheus metrics, written by a thread of their own: a decode step pays nothing for them.
+
+A distribution over a few whole numbers (window sizes, tiers) is one counter with a label per value: exact, additive,
+and without buckets to choose.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+PREFIX = "sglang:dspark_"
+INTERVAL_SECONDS = 1.0
+
+# name -> help, label; the host's counters end in _total as the client library demands
+COUNTERS: dict[str, tuple[str, str | None]] = {
+    "steps": ("Decode steps, with a draft and without one.", "kind"),
+    "request_steps": ("Decode steps times their requests.", None),
+    "drafts": ("Drafts by what became of them; their sum was proposed.", "outcome"),
+    "committed_tokens": ("Tokens committed by decode steps, accepted drafts and bonus tokens.", "kind"),
+    "tokens": ("Committed tokens by where they went; their sum is that of committed_tokens.", "kind"),
+    "rows": ("Rows that were scheduled for verification.", None),
+    "trimmed_request_steps": (
+        "Request steps with less than a full window, by whether all tested drafts passed.",
+        "passed",
+    ),
+    "window_request_steps": ("Request steps by the rows of their window.", "rows"),
+    "committed_request_steps": ("Request steps with a draft by the tokens that they committed.", "tokens"),
+    "position_tested": ("Drafts tested, by place in the block.", "position"),
+    "position_reached": ("Drafts tested with all drafts before them accepted, by place in the block.", "position"),
+    "position_accepted": ("Drafts accepted, by place in the block.", "position"),
+    "tier_steps": ("Steps by the rows that the target forwarded, padding included.", "rows"),
+    "graph_misses": ("Steps that ran without a CUDA graph, by reason.", "reason"),
+    "budget_reasons": ("Steps by why their budget was what it was.", "reason"),
+    "confidences": ("Planned steps by what the confidences of two steps before were.", "found"),
+    "late_confidences": ("Confidences that had to be waited for.", None),
+    "ceiling_request_steps": ("Request steps whose ceiling was measured (cap-accept).", None),
+    "ceiling_tokens": ("What full windows would have committed in these.", None),
+    "timed_steps": ("Steps with a predicted and a measured time.", None),
+    "predicted_step_seconds": ("Predicted time of the timed steps.", None),
+    "measured_step_seconds": ("Time between the results of the timed steps and of the decode step before.", None),
+    "step_error_seconds": ("Absolute difference of both times.", None),
+}
+
+Sample = tuple[str, str | None, float]  # name, label value, sum since the start or the last clear
+
+
+def samples(counters: Mapping[str, Any], found: Mapping[str, int], late: int) -> Iterator[Sample]:
+    """All samples.
+
+    Args:
+        counters: ``StepCounters.statistics``.
+        found: planned steps by what was found of the confidences of two steps before.
+        late: confidences that had to be waited for.
+    """
+    outcomes = ("accepted", "rejected", "unreached", "trimmed")
+    ends = ("delivered", "behind_stop", "after_end", "by_grammar")
+    time, positions, ceiling = counters["step_time"], counters["positions"], counters["ceiling"]
+    passed = counters["trimmed_all_accepted"]
+    labelled: dict[str, Mapping[str, float]] = {
+        "steps": counters["steps"],
+        "drafts": {name: counters[name] for name in outcomes},
+        "committed_tokens": {name: counters[name] for name in ("accepted", "bonus")},
+        "tokens": {name: counters[name] for name in ends},
+        "trimmed_request_steps": {"all": passed, "not_all": counters["trimmed_steps"] - passed},
+        "window_request_steps": _places(counters["windows"], 0),
+        "committed_request_steps": _places(counters["committed_histogram"], 0),
+        **{f"position_{name}": _places(counts, 1) for name, counts in positions.items()},
+        "tier_steps": counters["tiers"],
+        "graph_misses": counters["graph_misses"],
+        "budget_reasons": counters["reasons"],
+        "confidences": found,
+    }
+    plain: dict[str, float] = {
+        "request_steps": counters["request_steps"],
+        "rows": counters["rows"],
+        "late_confidences": late,
+        "ceiling_request_steps": ceiling["request_steps"],
+        "ceiling_tokens": ceiling["tokens"],
+        "timed_steps": time["steps"],
+        "predicted_step_seconds": time["predicted_seconds"],
+        "measured_step_seconds": time["measured_seconds"],
+        "step_error_seconds": time["absolute_error_seconds"],
+    }
+    yield from ((name, value, count) for name, counts in labelled.items() for value, count in counts.items())
+    yield from ((name, None, count) for name, count in plain.items())
+
+
+def _places(counts: list[int], first: int) -> dict[str, int]:
+    """By place, from ``first`` on; the place 0 of a histogram that starts there is always empty."""
+    return {str(place): count for place, count in enumerate(counts, first) if place}
+
+
+class Exporter:
+    """Adds what has been counted since the last time to Prometheus counters of this process."""
+
+    def __init__(self, read: Callable[[], Iterator[Sample]], labels: Mapping[str, str]) -> None:
+        """Args:
+        read: the sums so far, see ``clearing``.
+        labels: of every metric.
+        """
+        # Not at the top: the library decides at import whether it serves several processes, and the host says so late.
+        from prometheus_client import Counter
+
+        self._read, self._labels = read, dict(labels)
+        self._seen: dict[tuple[str, str | None], float] = {}
+        self._metrics = {
+            name: Counter(PREFIX + name, text, [*labels, *([label] if label else [])])
+            for name, (text, label) in COUNTERS.items()
+        }
+        self._lock, self._end = threading.Lock(), threading.Event()
+
+    def export(self) -> None:
+        """Add the differences."""
+        with self._lock:
+            for name, value, total in self._read():
+                before = self._seen.get((name, value), 0.0)
+                self._seen[name, value] = total
+                if total > before:
+                    label = COUNTERS[name][1]
+                    self._metrics[name].labels(**self._labels, **({label: str(value)} if label else {})).inc(
+                        total - before
+                    )
+
+    @contextlib.contextmanager
+    def clearing(self) -> Iterator[None]:
+        """Around a clear of what is read: nothing counted before is lost, nothing is counted twice."""
+        self.export()
+        with self._lock:
+            yield
+            self._seen.clear()
+
+    def start(self) -> None:
+        """Export every second, until the process or ``stop`` ends it."""
+        threading.Thread(target=self._run, name="dspark metrics", daemon=True).start()
+
+    def stop(self) -> None:
+        """End the thread after a last export."""
+        self._end.set()
+
+    def _run(self) -> None:
+        while not self._end.wait(INTERVAL_SECONDS):
+            self.export()
+        self.export()

@@ -1,0 +1,121 @@
+"""The counters of a real server against the tokens that its clients received, and against its own step records."""
+
+from __future__ import annotations
+
+import re
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+import requests
+
+from dspark.demo.server import ServerProcess
+from tests.e2e.conftest import DSPARK, cost_table, record, serve, set_state
+
+PROMPTS = [
+    ("Count from one to twenty: one, two,", {"temperature": 0.0, "max_new_tokens": 48}),
+    ("Write a poem about the sea.\n", {"temperature": 1.0, "max_new_tokens": 40}),
+    ("The capital of France is", {"temperature": 0.7, "top_p": 0.9, "max_new_tokens": 24}),
+    ("def fibonacci(n):\n", {"temperature": 0.0, "max_new_tokens": 33, "stop": ["return"]}),
+]
+
+
+@pytest.fixture(scope="module")
+def server(target: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
+    flags = ["--enable-metrics", "--max-running-requests", "8", *cost_table(tmp_path_factory.mktemp("counters"))]
+    env = {"SGLANG_DSPARK_DEBUG_DUMP": "reqs", "SGLANG_DSPARK_STATIC_STEP": "1"}
+    with serve(target, *DSPARK, *flags, **env) as running:
+        yield running
+
+
+@pytest.fixture(scope="module")
+def answers(server: ServerProcess) -> list[dict[str, Any]]:
+    def ask(number: int) -> dict[str, Any]:
+        text, sampling = PROMPTS[number % len(PROMPTS)]
+        body = {"text": text, "sampling_params": sampling, "rid": f"counted-{number}"}
+        return requests.post(server.url + "/generate", json=body, timeout=600).json()
+
+    assert set_state(server, dspark_clear_info_records=True)
+    with ThreadPoolExecutor(4) as clients:
+        return list(clients.map(ask, range(12)))
+
+
+def scraped(server: ServerProcess, name: str) -> dict[str, float]:
+    """Values of a metric by their own label, summed over the others."""
+    found: dict[str, float] = {}
+    for line in requests.get(server.url + "/metrics", timeout=60).text.splitlines():
+        match = re.match(rf"sglang:dspark_{name}_total{{(.*)}} (\S+)", line)
+        if match:
+            own = re.findall(r'(\w+)="([^"]*)"', match[1])
+            key = next((value for label, value in own if label != "model_name"), "")
+            found[key] = found.get(key, 0) + float(match[2])
+    return found
+
+
+def test_delivered_tokens_are_those_that_clients_received(server: ServerProcess, answers: list[dict[str, Any]]) -> None:
+    counters = record(server)["counters"]
+    received = sum(answer["meta_info"]["completion_tokens"] for answer in answers)
+    assert counters["delivered"] + len(answers) == received, "the first token of an answer comes from its prefill"
+    assert counters["committed"] == counters["accepted"] + counters["bonus"]
+    ends = ("delivered", "behind_stop", "after_end", "by_grammar")
+    assert counters["committed"] == sum(counters[name] for name in ends)
+    assert counters["proposed"] == counters["tested"] + counters["trimmed"]
+    assert counters["trimmed"] > 0
+
+
+def test_counters_equal_the_step_records(server: ServerProcess, answers: list[dict[str, Any]]) -> None:
+    found = record(server)
+    steps = [request for step in found["steps"] for request in step["requests"]]
+    counters = found["counters"]
+    assert counters["request_steps"] == len(steps)
+    assert counters["rows"] == sum(step["verify_len"] for step in steps)
+    assert counters["accepted"] == sum(step["accepted"] for step in steps)
+    assert counters["committed"] == sum(len(step["committed"]) for step in steps)
+    assert counters["tiers"] == count_by(str(step["forwarded_rows"]) for step in found["steps"])
+    assert counters["reasons"] == count_by(step["reason"] for step in found["steps"])
+    everything_passed = sum(step["accepted"] == step["verify_len"] for step in steps)
+    assert counters["trimmed_all_accepted"] == everything_passed > 0
+
+
+def count_by(values: Iterator[str]) -> dict[str, int]:
+    found: dict[str, int] = {}
+    for value in values:
+        found[value] = found.get(value, 0) + 1
+    return found
+
+
+def test_a_client_reads_the_sums_of_its_own_request(server: ServerProcess, answers: list[dict[str, Any]]) -> None:
+    steps = [request for step in record(server)["steps"] for request in step["requests"]]
+    for answer in answers:
+        meta = answer["meta_info"]
+        own = meta["dspark"]
+        mine = [step for step in steps if step["rid"] == meta["id"]][: own["request_steps"]]
+        assert own["request_steps"] == meta["spec_verify_ct"] == len(mine)
+        assert own["accepted"] == sum(step["accepted"] for step in mine)
+        assert own["rows"] == sum(step["verify_len"] for step in mine)
+        assert 0 <= own["committed"] + 1 - meta["completion_tokens"] < 8, "what lies behind the end"
+
+
+def test_streams_show_it_once_at_their_end(server: ServerProcess) -> None:
+    body = {"text": PROMPTS[0][0], "sampling_params": PROMPTS[0][1], "stream": True}
+    response = requests.post(server.url + "/generate", json=body, timeout=600, stream=True)
+    chunks = [line for line in response.iter_lines() if line.startswith(b"data: {")]
+    shown = [b'"dspark"' in chunk for chunk in chunks]
+    assert shown[-1]
+    assert not any(shown[:-1])
+
+
+def test_prometheus_shows_the_same_numbers(server: ServerProcess, answers: list[dict[str, Any]]) -> None:
+    time.sleep(2.5)  # an export per second
+    counters = record(server)["counters"]
+    drafts = scraped(server, "drafts")
+    # Prometheus counters never go back: they hold the requests from before the clear as well.
+    assert drafts["accepted"] >= counters["accepted"] > 0
+    assert drafts["trimmed"] >= counters["trimmed"] > 0
+    assert set(scraped(server, "window_request_steps")) >= {
+        str(rows) for rows, count in enumerate(counters["windows"]) if count
+    }
+    assert sum(scraped(server, "committed_tokens").values()) == pytest.approx(sum(scraped(server, "tokens").values()))

@@ -1,0 +1,71 @@
+"""The exported metrics against the counters they come from."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import numpy as np
+import pytest
+from prometheus_client import REGISTRY
+
+from dspark.observe.counters import StepCounters, StepCounts
+from dspark.observe.prometheus import COUNTERS, PREFIX, Exporter, Sample, samples
+from tests.observe.test_counters import GAMMA, SLOTS, facts, random_steps
+
+RELAY = {"fresh": 7, "missing": 1}, 2
+LABELS = {"model_name": "toy"}
+
+
+@pytest.fixture
+def registered() -> Iterator[None]:
+    """Leaves the library's registry as it was."""
+    before = set(REGISTRY._collector_to_names)
+    yield
+    for collector in set(REGISTRY._collector_to_names) - before:
+        REGISTRY.unregister(collector)
+
+
+def value(name: str, **labels: str) -> float:
+    return REGISTRY.get_sample_value(PREFIX + name + "_total", LABELS | labels) or 0.0
+
+
+@pytest.mark.usefixtures("registered")
+def test_what_is_scraped_equals_what_was_counted() -> None:
+    counters, _, _ = random_steps(300, seed=8)
+    Exporter(lambda: samples(counters.statistics(), *RELAY), LABELS).export()
+    found = counters.statistics()
+    for outcome in ("accepted", "rejected", "unreached", "trimmed"):
+        assert value("drafts", outcome=outcome) == found[outcome]
+    assert value("rows") == found["rows"]
+    assert value("committed_tokens", kind="bonus") == found["bonus"]
+    assert value("tokens", kind="delivered") == found["delivered"]
+    assert [value("window_request_steps", rows=str(n)) for n in range(GAMMA + 2)] == found["windows"]
+    assert [value("position_accepted", position=str(n + 1)) for n in range(GAMMA)] == found["positions"]["accepted"]
+    assert value("trimmed_request_steps", passed="all") == found["trimmed_all_accepted"]
+    assert value("confidences", found="fresh") == 7
+
+
+@pytest.mark.usefixtures("registered")
+def test_only_what_is_new_is_added_and_a_clear_loses_nothing() -> None:
+    counters = StepCounters(GAMMA, SLOTS)
+    exporter = Exporter(lambda: samples(counters.statistics(), *RELAY), LABELS)
+    one = facts(np.array([0])), StepCounts(np.array([3]), np.array([1])), 0.0
+    counters.add(*one)
+    exporter.export()
+    exporter.export()
+    assert value("rows") == 3
+    counters.add(*one)
+    with exporter.clearing():
+        counters.clear()
+    counters.add(*one)
+    counters.add(*one)
+    exporter.export()
+    assert value("rows") == 12
+
+
+def test_every_metric_has_samples_and_every_sample_its_metric() -> None:
+    counters, _, _ = random_steps(30, seed=9)
+    found: list[Sample] = list(samples(counters.statistics(), *RELAY))
+    empty = {"graph_misses"}  # nothing missed here
+    assert {name for name, _, _ in found} == set(COUNTERS) - empty
+    assert all((label is None) == (COUNTERS[name][1] is None) for name, label, _ in found)
