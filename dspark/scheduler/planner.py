@@ -122,6 +122,7 @@ def plan(
     context_tokens: float = 0.0,
     informed: bool = True,
     theta: float = 1.0,
+    doubt: float = 0.0,
 ) -> BudgetPlan:
     """Choose budget and tier of a step from survivals two steps old.
 
@@ -134,16 +135,15 @@ def plan(
         state: of the plan before.
         context_tokens: C of this step or of at most two steps ago.
         informed: ``Lookup.informed``; the prior alone switches the draft neither off nor on.
-        theta: how far the survivals can be believed (``trust``); 1: as they are.
+        theta, doubt: how far the survivals can be believed (``Trust``), and how sure that is; 1, 0: as they are.
     """
     requests, gamma = survival.shape
     assert gamma == costs.gamma, f"survival of {gamma} drafts, costs of {costs.gamma}"
     if requests == 0:
         return BudgetPlan(False, 0, 0, 0, 0.0, 0.0, 0.0, Reason.IDLE, state)
     row = costs.row(requests)
-    order = np.negative(survival, dtype=np.float32).ravel()
+    order = np.negative(believed(survival, theta), dtype=np.float32).ravel()
     order.sort()  # ascending negatives are descending survivals
-    order = -believed(-order, theta)
     tokens = _tokens(order, row, requests)
     learned = costs.correction(requests, context_tokens)
     seconds = _seconds(row, costs, learned, context_tokens)
@@ -157,7 +157,8 @@ def plan(
     if plain is not None:
         off = _Choice(-1, requests / plain / full_rate - 1.0, Reason.DRAFT_OFF, float(requests), plain)
         probe = _probe(row, tokens, seconds, full_rate, requests)
-        choice, state = _draft_or_off(choice, off, probe, costs.relative_error, policy, state, informed)
+        hope = _hope(order[: row.drafts[choice.at]], doubt)
+        choice, state = _draft_or_off(choice, off, probe, hope, costs.relative_error, policy, state, informed)
     if learned is not None and informed and choice.reason in (Reason.FULL, Reason.TRIMMED):
         choice, state = _visit(choice, tokens, seconds, full_rate, learned.evidence, policy, state)
     drafts = int(row.drafts[choice.at]) if choice.at >= 0 else 0
@@ -173,6 +174,14 @@ def plan(
         state=state,
         promised=promise(-order[:drafts]) if drafts else None,
     )
+
+
+def _hope(admitted: np.ndarray, doubt: float) -> float:
+    """Tokens beyond what is expected, if the confidences deserve one standard deviation more trust.
+
+    Only drafting teaches what drafts are worth, so the doubt is theirs. Args: admitted: [K] float32 negated survivals.
+    """
+    return -doubt * promise(-admitted).slope if doubt else 0.0
 
 
 def _remembered(state: PlanState, trimmed: bool) -> PlanState:
@@ -291,6 +300,7 @@ def _draft_or_off(
     drafted: _Choice,
     off: _Choice,
     probe: _Choice,
+    hope: float,
     relative_error: float,
     policy: Policy,
     state: PlanState,
@@ -302,12 +312,13 @@ def _draft_or_off(
     while a step drafts as a probe; two steps later its confidences decide. Every draft-off step sets aside the share of
     its time that probes may cost, and a probe waits until its price is there. That price is known: a probe commits no
     fewer tokens than a plain step. A batch that has shrunk to half is probed at once,
-    on credit: plain decoding wins by saturation, and that may be over.
+    on credit: plain decoding wins by saturation, and that may be over. ``hope``: tokens that drafting may bring beyond
+    what is expected.
     """
     if drafted.reason is Reason.SLO_UNREACHABLE:
         return (off._replace(reason=drafted.reason) if off.seconds < drafted.seconds else drafted), state
     threshold = max(policy.min_draft_off_gain, relative_error)
-    gain = off.tokens / off.seconds * drafted.seconds / drafted.tokens - 1.0
+    gain = off.tokens / off.seconds * drafted.seconds / (drafted.tokens + hope) - 1.0
     if not state.draft_off:
         if gain <= threshold or not informed:
             return drafted, state

@@ -1,6 +1,6 @@
 """How far confidences can be believed: one number, learned from what was really accepted.
 
-    survival that is planned with = min(a, LIMIT) ** theta
+    survival that is planned with = min(a[r, k], LIMIT ** k) ** theta
 
 theta above 1 corrects confidences that promise too much, below 1 too little. It keeps the order of the drafts, so that
 who gets a row is decided as before; only how many rows pay changes. An extended Kalman filter in log theta compares,
@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-LIMIT = 0.98  # of a survival: nothing can be learned of a draft that is taken for certain
+LIMIT = 0.98  # of a confidence: nothing can be learned of a draft that is taken for certain
 START_VARIANCE = 0.1  # of log theta, before anything was seen: most heads are off by less than a third
 MAX_VARIANCE = 1.0
 DRIFT = 1e-5  # variance per observed step: workloads change
@@ -23,6 +23,7 @@ _SCORE_KEPT = 0.9  # of the running sum of deviations; its variance is 1 / (1 - 
 SURPRISE = 9.0 / (1 - _SCORE_KEPT**2)  # its square, beyond which the workload must have changed: three deviations
 REGAIN = 0.02  # variance that a surprise leaves, at least; else four times what it was
 IDLE_STEPS = 16384.0  # without a draft, after which log theta is half of what it was: the next workload may be another
+IDLE_VARIANCE = 0.06  # up to which doubt grows meanwhile
 _LOWEST, _HIGHEST = math.log(1 / 16), math.log(256)
 _NOISE_FACTOR = 2.0  # accepted drafts of a request come in runs: their sum varies more than independent ones would
 _NOISE_FLOOR = 0.1  # drafts
@@ -40,6 +41,11 @@ class Trust:
     def theta(self) -> float:
         return math.exp(self.log_theta)
 
+    @property
+    def doubt(self) -> float:
+        """Standard deviation of log theta."""
+        return math.sqrt(self.variance)
+
 
 @dataclass(frozen=True)
 class Promise:
@@ -52,16 +58,16 @@ class Promise:
 
 
 def believed(survival: np.ndarray, theta: float) -> np.ndarray:
-    """Survivals [...] float32 as the planner should take them; unchanged if ``theta`` is exactly 1."""
+    """Survivals [R, G] float32 as the planner should take them; unchanged if ``theta`` is exactly 1."""
     if theta == 1.0:
         return survival
-    usable = np.clip(survival, 1e-9, LIMIT).astype(np.float32)
+    usable = np.clip(survival, 1e-9, LIMIT ** np.arange(1, survival.shape[1] + 1)).astype(np.float32)
     return np.exp(np.log(usable) * np.float32(theta))
 
 
 def promise(admitted: np.ndarray) -> Promise:
     """Args: admitted: [K] float32, believed survivals of the drafts that are verified."""
-    clipped = np.clip(admitted, 1e-9, LIMIT)
+    clipped = np.clip(admitted, 1e-9, LIMIT)  # a promise that cannot be broken would teach nothing
     slope = float(np.dot(clipped, np.log(clipped)))
     total = float(clipped.sum(dtype=np.float64))
     return Promise(admitted.size, total, slope, total - float(np.dot(clipped, clipped)))
@@ -86,6 +92,5 @@ def observe(trust: Trust, promised: Promise, accepted: float) -> Trust:
 
 def rest(trust: Trust) -> Trust:
     """The trust after a step that has drafted nothing."""
-    if trust.log_theta == 0.0:
-        return trust
-    return replace(trust, log_theta=trust.log_theta * 0.5 ** (1 / IDLE_STEPS))
+    variance = max(trust.variance, min(trust.variance + DRIFT, IDLE_VARIANCE))
+    return replace(trust, log_theta=trust.log_theta * 0.5 ** (1 / IDLE_STEPS), variance=variance)

@@ -139,6 +139,7 @@ class BudgetScheduler:
             context_tokens=context_tokens,
             informed=known.informed,
             theta=self._trust.trust.theta,
+            doubt=self._trust.trust.doubt,
         )
         self._state = self.plan.state
         # A probe is planned on the prior, and its acceptance is all that is learned while the draft is off.
