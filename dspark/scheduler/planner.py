@@ -83,6 +83,7 @@ class PlanState:
     trimmed: bool = False
     draft_off: bool = False
     probe_credit_seconds: float = 0.0  # that draft-off steps have set aside for probes; early probes borrow
+    free_probes: int = 0  # that draft-off steps may still make without paying, while little is known
     off_requests: int = 0  # batch size that the draft-off decision was made for
     visit_credit_seconds: float = 0.0  # that drafted steps have set aside for visits
 
@@ -131,8 +132,7 @@ def plan(
     Args:
         survival: [R, G] float32 of the requests of this step, see ``history.lookup``; rows non-increasing, no NaN.
         costs: seconds of a step per tier.
-        policy: settings.
-        state: of the plan before.
+        policy, state: settings, and what the plan before has left.
         context_tokens: C of this step or of at most two steps ago.
         informed: ``Lookup.informed``; the prior alone switches the draft neither off nor on.
         theta, doubt: how far the survivals can be believed (``Trust``), and how sure that is; 1, 0: as they are.
@@ -149,8 +149,8 @@ def plan(
     seconds = _seconds(row, costs, learned, context_tokens)
     full_rate = float(tokens[-1] / seconds[-1])
     if policy.forced_fraction is not None:
-        budget = forced_budget(policy.forced_fraction, requests, gamma)
-        return _forced(order[:budget], requests, full_rate, costs, context_tokens, state)
+        forced = order[: forced_budget(policy.forced_fraction, requests, gamma)]
+        return _forced(forced, requests, full_rate, costs, context_tokens, state)
     choice = _drafted(tokens, seconds, costs.relative_error, policy, state)
     state = _remembered(state, choice.reason is not Reason.FULL)
     plain = _plain_seconds(row, costs, learned, context_tokens)
@@ -172,7 +172,7 @@ def plan(
         predicted_gain=choice.gain,
         reason=choice.reason,
         state=state,
-        promised=promise(-order[:drafts]) if drafts else None,
+        promised=promise(-order[:drafts], requests) if drafts else None,
     )
 
 
@@ -181,7 +181,7 @@ def _hope(admitted: np.ndarray, doubt: float) -> float:
 
     Only drafting teaches what drafts are worth, so the doubt is theirs. Args: admitted: [K] float32 negated survivals.
     """
-    return -doubt * promise(-admitted).slope if doubt else 0.0
+    return -doubt * promise(-admitted, 1).slope if doubt else 0.0
 
 
 def _remembered(state: PlanState, trimmed: bool) -> PlanState:
@@ -311,8 +311,8 @@ def _draft_or_off(
     Only confidences can tell whether drafting would pay again, and a step with the draft off has none. So once in a
     while a step drafts as a probe; two steps later its confidences decide. Every draft-off step sets aside the share of
     its time that probes may cost, and a probe waits until its price is there. That price is known: a probe commits no
-    fewer tokens than a plain step. A batch that has shrunk to half is probed at once,
-    on credit: plain decoding wins by saturation, and that may be over. ``hope``: tokens that drafting may bring beyond
+    fewer tokens than a plain step. A batch that has shrunk to half is probed at once, on credit: plain decoding wins by
+    saturation, and that may be over. A server's first probes are free. ``hope``: tokens that drafting may bring beyond
     what is expected.
     """
     if drafted.reason is Reason.SLO_UNREACHABLE:
@@ -329,6 +329,8 @@ def _draft_or_off(
     price, requests = probe.seconds - off.seconds, int(off.tokens)
     if credit >= price or 2 * requests <= state.off_requests:
         return probe, replace(state, probe_credit_seconds=credit - max(price, 0.0), off_requests=requests)
+    if state.free_probes:
+        return probe, replace(state, probe_credit_seconds=credit, free_probes=state.free_probes - 1)
     return off, replace(state, probe_credit_seconds=credit)
 
 

@@ -20,12 +20,12 @@ START_VARIANCE = 0.1  # of log theta, before anything was seen: most heads are o
 MAX_VARIANCE = 1.0
 DRIFT = 1e-5  # variance per observed step: workloads change
 _SCORE_KEPT = 0.9  # of the running sum of deviations; its variance is 1 / (1 - 0.81) while the filter is right
-SURPRISE = 9.0 / (1 - _SCORE_KEPT**2)  # its square, beyond which the workload must have changed: three deviations
+SURPRISE = 16.0 / (1 - _SCORE_KEPT**2)  # its square, beyond which the workload must have changed: four deviations
 REGAIN = 0.02  # variance that a surprise leaves, at least; else four times what it was
 IDLE_STEPS = 16384.0  # without a draft, after which log theta is half of what it was: the next workload may be another
 IDLE_VARIANCE = 0.06  # up to which doubt grows meanwhile
 _LOWEST, _HIGHEST = math.log(1 / 16), math.log(256)
-_NOISE_FACTOR = 2.0  # accepted drafts of a request come in runs: their sum varies more than independent ones would
+_RUN_NOISE = 0.45  # accepted drafts come in runs: by this and each draft of a request their sum varies more
 _NOISE_FLOOR = 0.1  # drafts
 
 
@@ -54,7 +54,7 @@ class Promise:
     drafts: int  # K
     expected: float  # sum of their survivals p
     slope: float  # of that sum along log theta: sum of p * log p, not above 0
-    noise: float  # sum of p * (1 - p)
+    noise: float  # variance of the sum
 
 
 def believed(survival: np.ndarray, theta: float) -> np.ndarray:
@@ -65,25 +65,25 @@ def believed(survival: np.ndarray, theta: float) -> np.ndarray:
     return np.exp(np.log(usable) * np.float32(theta))
 
 
-def promise(admitted: np.ndarray) -> Promise:
-    """Args: admitted: [K] float32, believed survivals of the drafts that are verified."""
+def promise(admitted: np.ndarray, requests: int) -> Promise:
+    """Args: admitted: [K] float32, believed survivals of the drafts that are verified; requests: R."""
     clipped = np.clip(admitted, 1e-9, LIMIT)  # a promise that cannot be broken would teach nothing
     slope = float(np.dot(clipped, np.log(clipped)))
     total = float(clipped.sum(dtype=np.float64))
-    return Promise(admitted.size, total, slope, total - float(np.dot(clipped, clipped)))
+    runs = 1.0 + _RUN_NOISE * admitted.size / requests
+    return Promise(admitted.size, total, slope, runs * (total - float(np.dot(clipped, clipped))) + _NOISE_FLOOR)
 
 
 def observe(trust: Trust, promised: Promise, accepted: float) -> Trust:
     """The trust after a step of which ``accepted`` of the promised drafts were accepted; pure."""
     if promised.drafts == 0:
         return trust
-    noise = _NOISE_FACTOR * promised.noise + _NOISE_FLOOR
     variance = trust.variance + DRIFT
     error = accepted - promised.expected
-    score = _SCORE_KEPT * trust.score + error / math.sqrt(promised.slope**2 * variance + noise)
+    score = _SCORE_KEPT * trust.score + error / math.sqrt(promised.slope**2 * variance + promised.noise)
     if score**2 > SURPRISE:
         variance, score = max(4.0 * variance, REGAIN), 0.0
-    gain = variance * promised.slope / (promised.slope**2 * variance + noise)
+    gain = variance * promised.slope / (promised.slope**2 * variance + promised.noise)
     # The curve bends: far from the truth one step of a filter that thinks it straight must not overshoot.
     moved = trust.log_theta + min(max(gain * error, -1.0), 1.0)
     left = min(variance * (1 - gain * promised.slope), MAX_VARIANCE)

@@ -20,6 +20,8 @@ from dspark.types import StepBudget
 from dspark.worker.learning import CostLearner, StepNote, TrustLearner
 from dspark.worker.relay import ConfidenceRelay
 
+FREE_PROBES = 4  # of a server: once, a few steps' time
+
 
 class BudgetScheduler:
     """Decides how many drafts each step verifies.
@@ -57,7 +59,7 @@ class BudgetScheduler:
         self._trust = TrustLearner(result_lag)
         self._policy = policy or Policy()
         self._graph_tiers = graph_tiers
-        self._state = PlanState()
+        self._state = PlanState(free_probes=FREE_PROBES)
         self._context_tokens = 0.0
         self.same_batch = False  # whether the step decided last has the requests of the one before it
         self._pin: float | None = None

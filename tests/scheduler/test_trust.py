@@ -20,7 +20,7 @@ def learn(distort: Callable[[np.ndarray], np.ndarray], requests: int, steps: int
         truth = rng.beta(6, 2, (requests, GAMMA))
         accepted = np.cumprod(rng.random(truth.shape) < truth, axis=1).sum()
         claimed = np.cumprod(distort(truth), axis=1).astype(np.float32)
-        trust = observe(trust, promise(believed(claimed, trust.theta).ravel()), float(accepted))
+        trust = observe(trust, promise(believed(claimed, trust.theta).ravel(), requests), float(accepted))
     return trust
 
 
@@ -38,7 +38,7 @@ def test_a_head_that_always_says_the_same_promises_what_comes() -> None:
     found = learn(constant, 16, 400, Trust())
     claimed = np.cumprod(np.full((16, GAMMA), 0.95), axis=1).astype(np.float32)
     truth = 16 * sum(0.75**k for k in range(1, GAMMA + 1))
-    assert promise(believed(claimed, found.theta).ravel()).expected == pytest.approx(truth, rel=0.1)
+    assert promise(believed(claimed, found.theta).ravel(), 16).expected == pytest.approx(truth, rel=0.1)
 
 
 def test_a_new_workload_is_followed_within_a_few_dozen_steps() -> None:
@@ -58,7 +58,7 @@ def test_order_is_kept_and_one_changes_nothing() -> None:
 
 def test_nothing_is_learned_where_nothing_was_promised() -> None:
     trust = Trust(0.3, 0.01)
-    assert observe(trust, promise(np.empty(0, dtype=np.float32)), 0.0) is trust
+    assert observe(trust, promise(np.empty(0, dtype=np.float32), 1), 0.0) is trust
 
 
 def test_without_a_draft_belief_returns_slowly() -> None:

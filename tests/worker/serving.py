@@ -100,13 +100,13 @@ class World:
         self.case, self.rng = case, np.random.default_rng(seed)
         self.ladder = tier_ladder(case.requests, GAMMA + 1)
 
-    def block(self) -> tuple[np.ndarray, np.ndarray]:
-        """Survivals that the head claims [R, G] float32, and drafts that would be accepted [R]."""
+    def block(self) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """Survivals that the head claims [R, G] float32, the true ones [R, G], drafts that would be accepted [R]."""
         mean, spread = LEVELS[self.case.level]
         truth = self.rng.beta(mean * spread, (1 - mean) * spread, (self.case.requests, GAMMA))
         accepted = np.cumprod(self.rng.random(truth.shape) < truth, axis=1).sum(axis=1)
         claimed = np.clip(self.case.confidence(truth), 0.0, 1.0)
-        return np.cumprod(claimed, axis=1).astype(np.float32), accepted
+        return np.cumprod(claimed, axis=1).astype(np.float32), np.cumprod(truth, axis=1), accepted
 
     def time(self, draft: bool, rows: int, context: float) -> tuple[float, float]:
         """Busy seconds of the device, and seconds to the next step."""
@@ -118,17 +118,19 @@ class World:
         busy *= scale
         return busy, max(busy + 2e-5, case.surface.floor(case.requests) * scale)
 
-    def commit(self, survival: np.ndarray, accepted: np.ndarray, drafts: int) -> np.ndarray:
-        """[R] tokens committed when ``drafts`` of the claimed survivals are verified."""
-        return np.minimum(accepted + 1, allocate(survival, drafts))
+    @staticmethod
+    def expected(survival: np.ndarray, truth: np.ndarray, drafts: int) -> float:
+        """Tokens that ``drafts`` of the claimed survivals commit on average, less noisy than what they do commit."""
+        admitted = np.arange(GAMMA) < allocate(survival, drafts)[:, None] - 1
+        return survival.shape[0] + float(truth[admitted].sum())
 
-    def fixed(self, fraction: float | None, steps: int = 300) -> float:
+    def fixed(self, fraction: float | None, steps: int = 400) -> float:
         """Tokens per second of always the same budget, a share of all drafts; None: never a draft. Without noise."""
         requests, tokens = self.case.requests, 0.0
         drafts = 0 if fraction is None else round(fraction * requests * GAMMA)
         for _ in range(steps):
-            survival, accepted = self.block()
-            tokens += requests if fraction is None else float(self.commit(survival, accepted, drafts).sum())
+            survival, truth, _ = self.block()
+            tokens += requests if fraction is None else self.expected(survival, truth, drafts)
         rows = int(self.ladder[np.searchsorted(self.ladder, requests + drafts)])
         context = self.case.context * requests
         busy = self.case.surface.seconds(fraction is not None, requests, rows, context)
@@ -146,7 +148,7 @@ class World:
 class Served:
     """Sums of a run."""
 
-    tokens: float = 0.0
+    tokens: float = 0.0  # expected ones
     seconds: float = 0.0
     statistics: dict[str, Any] | None = None
     scheduler: BudgetScheduler | None = None
@@ -185,13 +187,14 @@ def serve(case: Case, steps: int, scheduler: BudgetScheduler | None = None, seed
         budget = budgets.decide(slots, generations, known[-2])
         note = budgets.note()
         budgets.learn(pending)
-        survival, accepted = world.block()
+        survival, truth, accepted = world.block()
         assert isinstance(budget.drafts, int)
-        committed = world.commit(survival, accepted, budget.drafts) if budget.draft else np.ones(requests)
+        drafts = budget.drafts if budget.draft else 0
+        committed = np.minimum(accepted + 1, allocate(survival, drafts))
         busy, seconds = world.time(budget.draft, budget.tier, known[-1])
         pending = [StepTime(note, busy, seconds)]
         budgets.publish(torch.from_numpy(survival) if budget.draft else None, budget.tier)
-        done.tokens += float(committed.sum())
+        done.tokens += world.expected(survival, truth, drafts)
         done.seconds += seconds
         known.append(known[-1] + float(committed.sum()))
         del known[0]
