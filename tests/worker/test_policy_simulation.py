@@ -45,7 +45,7 @@ CASES = [
         *("dear draft", 1, "middle", "cut off", "plain dear"),
         marks=pytest.mark.xfail(
             strict=True,
-            reason="one request, most confidences exactly 1, a dear draft: it comes back only after 1,000 steps",
+            reason="one request, most confidences exactly 1, a dear draft: it is back after 1,000 steps",
         ),
     ),
     ("dear draft", 8, "hopeless", "too high", "plain dear"),
