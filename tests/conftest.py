@@ -6,9 +6,13 @@ import importlib
 import os
 from pathlib import Path
 
+import hypothesis
 import pytest
 import torch
 
+# A machine that does other work beside is no fault of an example.
+hypothesis.settings.register_profile("dspark", deadline=None)
+hypothesis.settings.load_profile("dspark")
 # The tests' own tensors are small, and servers run beside them: a second thread would only spin.
 torch.set_num_threads(1)
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
