@@ -32,6 +32,7 @@ def _parser() -> argparse.ArgumentParser:
     _add_doctor(commands)
     _add_demo(commands)
     _add_bench(commands)
+    _add_calibrate(commands)
     return parser
 
 
@@ -82,6 +83,26 @@ def _add_bench(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     parser.set_defaults(run=_bench)
 
 
+def _add_calibrate(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    parser = commands.add_parser("calibrate", help="fit the confidence head's temperatures to a server's own text")
+    parser.add_argument("--target", type=Path, required=True, metavar="MODEL")
+    parser.add_argument("--draft", type=Path, required=True, metavar="MODEL")
+    parser.add_argument("--out", type=Path, required=True, metavar="FILE.json", help="the calibration; PNG beside it")
+    parser.add_argument(
+        "--prompts", type=Path, nargs="+", help="files with a prompt a line, JSON lines, folders; default: shipped ones"
+    )
+    parser.add_argument("--temperatures", default="0,1", help="sampling temperatures, a fit for each (%(default)s)")
+    parser.add_argument(
+        "--blocks", type=int, default=20_000, help="per temperature (%(default)s); half are for the fit"
+    )
+    parser.add_argument("--concurrency", type=int, default=64, help="requests at once (%(default)s)")
+    parser.add_argument("--max-new-tokens", type=int, default=512, metavar="N")
+    parser.add_argument("--keep", type=Path, metavar="FOLDER", help="keep the collected blocks")
+    parser.add_argument("--device", choices=("cpu", "cuda"), help="default: cuda if there is one")
+    parser.add_argument("--server-args", default="", metavar="FLAGS", help="further flags of the server, one string")
+    parser.set_defaults(run=_calibrate)
+
+
 def _doctor(args: argparse.Namespace) -> int:
     from dspark.host.doctor import main as doctor
 
@@ -98,6 +119,12 @@ def _bench(args: argparse.Namespace) -> int:
     from dspark.bench.run import main as bench
 
     return bench(args)
+
+
+def _calibrate(args: argparse.Namespace) -> int:
+    from dspark.calibrate.run import main as calibrate
+
+    return calibrate(args)
 
 
 if __name__ == "__main__":

@@ -9,6 +9,7 @@
 | ``SGLANG_DSPARK_COST_TABLES`` | folder, ``measure``, ``off`` | where measured step times are kept, see ``Settings`` |
 | ``SGLANG_DSPARK_STATIC_STEP`` | ``1`` | on a CPU, run the padded step that a GPU captures, without a capture: tests |
 | ``SGLANG_DSPARK_DEBUG_DUMP`` | empty, ``reqs``, ``all`` | step records for ``/server_info``, the host's variable |
+| ``SGLANG_DSPARK_STS_COLLECT_PATH`` | path | calibration data goes to ``path.00000.pt`` .., the host's variable |
 | ``SGLANG_DSPARK_SIMULATE`` | ``high``, ``middle``, ``low``, ``hopeless``, a file | simulated acceptance |
 | ``SGLANG_SIMULATE_ACC_LEN`` | number > 0 | simulated acceptance of this mean length, the host's variable |
 | ``SGLANG_SIMULATE_ACC_METHOD`` | ``match-expected`` (default), ``multinomial`` | how lengths spread around it |
@@ -40,6 +41,7 @@ STATIC_STEP_VARIABLE = "SGLANG_DSPARK_STATIC_STEP"
 SIMULATE_VARIABLE = "SGLANG_DSPARK_SIMULATE"
 LENGTH_VARIABLE = "SGLANG_SIMULATE_ACC_LEN"
 METHOD_VARIABLE = "SGLANG_SIMULATE_ACC_METHOD"
+COLLECT_VARIABLE = "SGLANG_DSPARK_STS_COLLECT_PATH"
 TOKENS_VARIABLE = "SGLANG_SIMULATE_ACC_TOKEN_MODE"
 OWN_VARIABLES = (
     IMPL_VARIABLE, GAIN_VARIABLE, SLO_VARIABLE, TABLES_VARIABLE, STATIC_STEP_VARIABLE, SIMULATE_VARIABLE,
@@ -83,9 +85,7 @@ HOST_VARIABLES: dict[str, HostSetting] = {
     "SGLANG_DSPARK_LOG_SPS_PRED_INTERVAL": HostSetting(
         False, f"{DUMP_VARIABLE}=reqs records predicted step times, /server_info shows measured ones"
     ),
-    "SGLANG_DSPARK_STS_COLLECT_PATH": HostSetting(
-        False, f"{DUMP_VARIABLE}=reqs records survivals and accepts; no calibration data is written"
-    ),
+    COLLECT_VARIABLE: HostSetting(True, "calibration data of full windows, with soft labels"),
     "SGLANG_DSPARK_BLOCK_ACCEPT_ESTIMATE_PATH": HostSetting(False, "the ceiling is measured in cap-accept mode"),
     "SGLANG_DSPARK_BLOCK_ACCEPT_ONLINE_INTERVAL": HostSetting(False, "the ceiling is measured in cap-accept mode"),
     "SGLANG_DSPARK_ENABLE_SPS_RECORD": HostSetting(False, "/server_info shows device times per number of rows always"),
@@ -130,6 +130,7 @@ class Settings(BaseModel):
     simulate: str | None = None  # a level, or the path of a file; None: acceptance is real
     simulate_accept_length: float | None = Field(default=None, gt=0, allow_inf_nan=False)  # tokens per full window
     simulate_method: Literal["match-expected", "multinomial"] = "match-expected"
+    collect_path: str | None = None  # of calibration data, without number and suffix
     # Step times measured at start. None: kept in the user's cache, not measured on a CPU. A folder: kept there.
     # "measure": measured at every start. "off": estimated.
     cost_tables: str | None = None
@@ -154,10 +155,15 @@ class Settings(BaseModel):
             "record_steps": _records(env.get(DUMP_VARIABLE, "")),
             "static_step": _switch(env, STATIC_STEP_VARIABLE),
             "cost_tables": env.get(TABLES_VARIABLE) or None,
+            "collect_path": env.get(COLLECT_VARIABLE) or None,
         }
         fields |= {name: env[variable] for name, variable in _VARIABLES.items() if env.get(variable)}
         if _off(fields.get("simulate_accept_length")):
             del fields["simulate_accept_length"]
+        if fields["collect_path"] and ("simulate" in fields or "simulate_accept_length" in fields):
+            raise ConfigError(
+                f"found {COLLECT_VARIABLE} and simulated acceptance; calibration data is of real text; unset one"
+            )
         if "simulate" in fields and "simulate_accept_length" in fields:
             raise ConfigError(
                 f"found {SIMULATE_VARIABLE}={env[SIMULATE_VARIABLE]!r} and {LENGTH_VARIABLE}={env[LENGTH_VARIABLE]!r}; "
@@ -190,8 +196,13 @@ class Settings(BaseModel):
         Raises:
             ConfigError: a mode that follows confidences was asked for, and the draft has none.
         """
+        if self.collect_path is not None and self.verify_mode == "compact":
+            raise ConfigError(
+                f"found {COLLECT_VARIABLE}={self.collect_path!r} and {MODE_VARIABLE}=compact; calibration data needs "
+                "full windows, a trimmed row would count as refused; set the mode to static or cap-accept"
+            )
         if self.verify_mode is None:
-            return "compact" if has_confidence else "static"
+            return "compact" if has_confidence and self.collect_path is None else "static"
         if self.verify_mode != "static" and not has_confidence:
             raise ConfigError(
                 f"found {MODE_VARIABLE}={self.verify_mode} and a draft without a confidence head; scheduling needs "

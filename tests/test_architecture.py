@@ -28,7 +28,8 @@ ARROWS = {
     "host": {"errors", "types", "config", "kernels", "drafter", "scheduler", "cuda_graph", "observe", "worker"},
     "demo": {"errors", "config"},
     "bench": {"errors", "config", "demo"},
-    "__main__": {"errors", "config", "bench", "demo", "host"},
+    "calibrate": {"errors", "config", "bench", "demo", "scheduler"},
+    "__main__": {"errors", "config", "bench", "calibrate", "demo", "host"},
     "__init__": {"errors"},
 }
 FORBIDDEN = (

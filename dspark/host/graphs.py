@@ -333,6 +333,8 @@ def build_graphs(
     decode, on_cpu = server_args.cuda_graph_config.decode, str(server_args.device) == "cpu"
     if (on_cpu and not settings.static_step) or (not on_cpu and decode.backend == "disabled"):
         return None
+    if settings.collect_path is not None:
+        return None  # calibration data needs the logits of each step
     if spec.gamma > MAX_GAMMA:
         logger.warning("dspark: no graphs for blocks of %d drafts: kernels hold %d", spec.gamma, MAX_GAMMA)
         return None

@@ -33,13 +33,13 @@ from dspark.host.graphs import StepGraphs, build_graphs
 from dspark.host.measure import measured_cost
 from dspark.host.metrics import ObservedResult, StepObserver, export
 from dspark.host.networks import HostDraftNet, HostTargetNet
+from dspark.host.recording import Recording
 from dspark.host.schedule import CalibrationClasses, build_scheduler, load_files
 from dspark.host.simulate import assign_classes, build_replay
 from dspark.observe.counters import StepFacts
 from dspark.observe.prometheus import Exporter
 from dspark.types import StepOutcome
 from dspark.worker.budget import BudgetScheduler
-from dspark.worker.records import StepRecorder
 from dspark.worker.replay import Replay
 from dspark.worker.step import DecodeStep, first_tokens
 
@@ -89,11 +89,14 @@ class DSparkWorker(BaseSpecWorker):
         self._window = torch.arange(self.spec.window, dtype=torch.int64, device=self.device)
         self._draft_net = HostDraftNet(self.draft_model_runner, self.spec.mask_token_id)
         self._target_net = HostTargetNet(target_worker)
-        self._recorder = StepRecorder() if self.settings.record_steps else None
         self._cost_table, calibration = load_files(server_args, self.spec, self.mode)
         self._calibration = None if calibration is None else CalibrationClasses(calibration, self.device)
         if self._calibration is not None:
             self._draft_net.calibration = self._calibration.scale
+        calibrated = self._calibration is not None
+        self._recording = Recording(
+            self.settings, has_confidence=self.spec.has_confidence, calibrated=calibrated, rank=ps.tp_rank
+        )
         self._requests: RequestTable | None = None
         self.simulated: Replay | None = None
         self._budgets: BudgetScheduler | None = None
@@ -270,13 +273,11 @@ class DSparkWorker(BaseSpecWorker):
             self._draft_net.bind(batch)
             self._target_net.bind(batch, extras)
             outcome = self._step.run(inputs, budget, publish)
+            self._recording.blocks(batch, inputs, outcome, self._target_net.logits)
             if extras is not None:
                 extras.keep(self._target_net.logits, outcome.plan.index())
         self._budgets.publish(outcome.survival, forwarded)
-        if self._recorder is not None:
-            rids = [req.rid for req in batch.reqs]
-            plan, reason = self._budgets.plan, self._budgets.reason
-            self._recorder.record(int(batch.forward_iter), rids, budget, outcome, plan, reason, forwarded)
+        self._recording.step(batch, self._budgets, budget, outcome, forwarded)
         output = LogitsProcessorOutput(next_token_logits=None) if refusal is None else self._target_net.output
         if extras is not None:
             extras.attach(output, outcome.accept.tokens)
@@ -372,8 +373,7 @@ class DSparkWorker(BaseSpecWorker):
             self._graphs.timer.clear()
         if self._budgets is not None:
             self._budgets.clear()
-        if self._recorder is not None:
-            self._recorder.clear()
+        self._recording.clear()
 
     def dump_info_records(self) -> dict[str, Any]:
         """What ``/server_info`` shows as ``dspark_info_record``."""
@@ -391,6 +391,4 @@ class DSparkWorker(BaseSpecWorker):
             "eager_steps": {} if counters is None else counters["graph_misses"],
             "graphs": None if self._graphs is None else self._graphs.statistics(),
         }
-        if self._recorder is not None:
-            record |= self._recorder.dump()
-        return record
+        return record | self._recording.dump()

@@ -1,0 +1,1 @@
+"""``python -m dspark calibrate``: temperatures of the confidence head, fitted to a server's own text."""

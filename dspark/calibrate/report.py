@@ -1,0 +1,106 @@
+"""What a calibration looks like: a table, reliability diagrams, JSON."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from rich import box
+from rich.table import Table
+
+from dspark.calibrate.fit import ALLOWED_ERROR, ClassReport, Fitted
+from dspark.calibrate.shards import Blocks
+from dspark.scheduler.sts import BINS, Calibration, survival_from
+
+
+def table(report: ClassReport) -> Table:
+    """Errors of one sampling temperature, in percent."""
+    title = f"Temperature {report.sampling_temperature:g}: calibration error of {report.held_out:,} held-out blocks"
+    found = Table(title=title, title_justify="left", box=box.SIMPLE)
+    for name in ("position", "raw", "one vector", "this class", "noise floor", "T", "b"):
+        found.add_column(name, justify="right")
+    rows = zip(report.raw, report.plain, report.own, report.floor, strict=True)
+    fit = report.fit.calibration
+    for k, errors in enumerate(rows):
+        shown = [f"{error:.2%}" for error in errors]
+        found.add_row(str(k + 1), *shown, f"{fit.temperatures[k]:.3f}", f"{fit.offsets[k]:+.3f}")
+    return found
+
+
+def sentences(fitted: Fitted) -> list[str]:
+    """The verdict in words."""
+    said = []
+    for one in fitted.classes:
+        worst = float((one.own - one.floor).max())
+        holds = "within" if one.within_bar else "NOT within"
+        said.append(
+            f"temperature {one.sampling_temperature:g}: at most {worst:+.2%} over the noise floor, {holds} "
+            f"{ALLOWED_ERROR:.0%}; one vector is {'never' if one.plain_never_worse else 'somewhere'} worse than raw"
+        )
+    if fitted.pull < 1:
+        said.append(f"the one vector was drawn to 1 (exponent {fitted.pull:g}): classes disagree")
+    return said
+
+
+def figures(fitted: Fitted) -> dict[str, Any]:
+    """Everything above as JSON values."""
+    return {
+        "plain_temperatures": fitted.plain.calibration.temperatures.tolist(),
+        "pull": fitted.pull,
+        "allowed_error": ALLOWED_ERROR,
+        "classes": [
+            {
+                "sampling_temperature": one.sampling_temperature,
+                "blocks": int(one.fit.fitted.size),
+                "held_out": one.held_out,
+                "ece_raw": one.raw.tolist(),
+                "ece_plain": one.plain.tolist(),
+                "ece": one.own.tolist(),
+                "noise_floor": one.floor.tolist(),
+                "temperatures": one.fit.calibration.temperatures.tolist(),
+                "offsets": one.fit.calibration.offsets.tolist(),
+                "within_bar": one.within_bar,
+                "plain_never_worse": one.plain_never_worse,
+            }
+            for one in fitted.classes
+        ],
+    }
+
+
+def draw(fitted: Fitted, blocks: Blocks, path: Path) -> None:
+    """Reliability of the held-out blocks: survival promised and found, a row per class, a column per position."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    gamma = blocks.logits.shape[1]
+    size = (1.9 * gamma + 1, 2.2 * len(fitted.classes) + 0.6)
+    figure, axes = pyplot.subplots(len(fitted.classes), gamma, figsize=size, squeeze=False, sharex=True, sharey=True)
+    for one, row in zip(fitted.classes, axes, strict=True):
+        own = blocks.at(blocks.temperature == np.float32(one.sampling_temperature))
+        held = own.at(one.fit.reported)
+        for name, calibration in (("raw", Calibration.identity(gamma)), ("calibrated", one.fit.calibration)):
+            survival = survival_from(held.logits, calibration)
+            for k, axis in enumerate(row):
+                promised, came = _bins(survival[:, k], held.labels[:, k])
+                axis.plot(promised, came, ".-", label=name, linewidth=1, markersize=4)
+        for k, axis in enumerate(row):
+            axis.plot((0, 1), (0, 1), color="grey", linewidth=0.6)
+            axis.set_title(f"T = {one.sampling_temperature:g}, draft {k + 1}", fontsize=8)
+            axis.tick_params(labelsize=7)
+    axes[0][0].legend(fontsize=7)
+    figure.supxlabel("survival promised", fontsize=9)
+    figure.supylabel("accepted", fontsize=9)
+    figure.tight_layout()
+    figure.savefig(path, dpi=130)
+    pyplot.close(figure)
+
+
+def _bins(predicted: np.ndarray, labels: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Mean prediction and mean label of every bin that holds blocks."""
+    at = np.minimum((predicted * BINS).astype(np.int64), BINS - 1)
+    count, total, came = (np.bincount(at, weights, minlength=BINS) for weights in (None, predicted, labels))
+    there = count > 0
+    return total[there] / count[there], came[there] / count[there]

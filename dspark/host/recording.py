@@ -1,0 +1,76 @@
+"""What a server records because its operator asked for it at start: step records, calibration data."""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+import torch
+from sglang.srt.managers.schedule_batch import ScheduleBatch
+
+from dspark.config import COLLECT_VARIABLE, Settings
+from dspark.errors import ConfigError
+from dspark.types import DecodeBatch, StepBudget, StepOutcome
+from dspark.worker.budget import BudgetScheduler
+from dspark.worker.collect import BlockCollector
+from dspark.worker.records import StepRecorder
+
+logger = logging.getLogger("dspark")
+
+
+class Recording:
+    """Nothing unless it was asked for."""
+
+    def __init__(self, settings: Settings, *, has_confidence: bool, calibrated: bool, rank: int) -> None:
+        """Args:
+        settings: of the process.
+        has_confidence: whether the draft has a confidence head.
+        calibrated: whether confidences are scaled.
+        rank: only the first one records blocks.
+
+        Raises:
+            ConfigError: data of scaled confidences, or of none, would calibrate nothing.
+        """
+        self._steps = StepRecorder() if settings.record_steps else None
+        self._blocks: BlockCollector | None = None
+        if settings.collect_path is None:
+            return
+        if calibrated or not has_confidence:
+            found = "a calibration file" if calibrated else "a draft without a confidence head"
+            raise ConfigError(
+                f"found {COLLECT_VARIABLE}={settings.collect_path!r} and {found}; calibration data needs the raw "
+                "confidences of a draft that has them; leave one of the two out"
+            )
+        if rank == 0:
+            self._blocks = BlockCollector(settings.collect_path)
+            logger.warning(
+                "dspark: calibration data is written to %s.*.pt: every step runs eagerly, slower than in service",
+                settings.collect_path,
+            )
+
+    def step(
+        self, batch: ScheduleBatch, budgets: BudgetScheduler, budget: StepBudget, outcome: StepOutcome, forwarded: int
+    ) -> None:
+        """Record a step; waits for the device if there are step records."""
+        if self._steps is not None:
+            rids = [req.rid for req in batch.reqs]
+            step, plan, reason = int(batch.forward_iter), budgets.plan, budgets.reason
+            self._steps.record(step, rids, budget, outcome, plan, reason, forwarded)
+
+    def blocks(self, batch: ScheduleBatch, inputs: DecodeBatch, outcome: StepOutcome, logits: torch.Tensor) -> None:
+        """Record the blocks of an eager step of full windows."""
+        if self._blocks is not None and outcome.plan.packed is None:
+            self._blocks.record([req.rid for req in batch.reqs], outcome.proposal, logits, inputs.sampling)
+
+    def clear(self) -> None:
+        """Forget the step records; calibration data is on the disk and stays."""
+        if self._steps is not None:
+            self._steps.clear()
+
+    def dump(self) -> dict[str, Any]:
+        """For ``/server_info``. Calibration data that is held is written first."""
+        found: dict[str, Any] = {} if self._steps is None else self._steps.dump()
+        if self._blocks is not None:
+            self._blocks.flush()
+            found["collected_blocks"] = self._blocks.blocks
+        return found
