@@ -85,15 +85,16 @@ def _add_bench(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
 
 def _add_calibrate(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     parser = commands.add_parser("calibrate", help="fit the confidence head's temperatures to a server's own text")
-    parser.add_argument("--target", type=Path, required=True, metavar="MODEL")
-    parser.add_argument("--draft", type=Path, required=True, metavar="MODEL")
+    parser.add_argument("--url", help="a server of this machine that was started to collect; else one is started:")
+    parser.add_argument("--target", type=Path, metavar="MODEL")
+    parser.add_argument("--draft", type=Path, metavar="MODEL")
     parser.add_argument("--out", type=Path, required=True, metavar="FILE.json", help="the calibration; PNG beside it")
     parser.add_argument(
         "--prompts", type=Path, nargs="+", help="files with a prompt a line, JSON lines, folders; default: shipped ones"
     )
     parser.add_argument("--temperatures", default="0,1", help="sampling temperatures, a fit for each (%(default)s)")
     parser.add_argument(
-        "--blocks", type=int, default=20_000, help="per temperature (%(default)s); half are for the fit"
+        "--blocks", type=int, default=20_000, help="per temperature (%(default)s); errors are of half of them"
     )
     parser.add_argument("--concurrency", type=int, default=64, help="requests at once (%(default)s)")
     parser.add_argument("--max-new-tokens", type=int, default=512, metavar="N")

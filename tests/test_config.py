@@ -88,3 +88,18 @@ def test_scheduling_needs_confidences(mode: str) -> None:
     settings = Settings.from_environment({"SGLANG_RAGGED_VERIFY_MODE": mode})
     with pytest.raises(ConfigError, match=f"SGLANG_RAGGED_VERIFY_MODE={mode} and a draft without a confidence head"):
         settings.resolved_mode(has_confidence=False)
+
+
+def test_calibration_data_is_of_full_windows_of_real_text() -> None:
+    collect = {"SGLANG_DSPARK_STS_COLLECT_PATH": "blocks"}
+    settings = Settings.from_environment(collect)
+    assert settings.collect_path == "blocks"
+    assert settings.resolved_mode(has_confidence=True) == "static"
+    mode = {"SGLANG_RAGGED_VERIFY_MODE": "cap-accept"}
+    assert Settings.from_environment(collect | mode).resolved_mode(has_confidence=True) == "cap-accept"
+    compact = Settings.from_environment(collect | {"SGLANG_RAGGED_VERIFY_MODE": "compact"})
+    with pytest.raises(ConfigError, match="full windows"):
+        compact.resolved_mode(has_confidence=True)
+    for simulated in ({"SGLANG_DSPARK_SIMULATE": "low"}, {"SGLANG_SIMULATE_ACC_LEN": "3"}):
+        with pytest.raises(ConfigError, match="real text"):
+            Settings.from_environment(collect | simulated)

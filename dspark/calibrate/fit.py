@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import itertools
+from dataclasses import dataclass, replace
 
 import numpy as np
 
 from dspark.calibrate.shards import Blocks
+from dspark.scheduler.json_file import refuse
 from dspark.scheduler.sts import (
     Calibration,
     StsFit,
@@ -18,7 +20,9 @@ from dspark.scheduler.sts import (
 )
 
 ALLOWED_ERROR = 0.01  # above the noise floor, of blocks that no fit has seen
-_PULLS = (1.0, 0.75, 0.5, 0.25, 0.0)  # exponents of the plain temperatures; 0 is raw
+HELD_OUT = 0.5  # of the blocks: a small error shows among many
+_PULLS = (1.0, 0.75, 0.5, 0.25)  # exponents of the plain temperatures
+_MARGIN = 2.0  # standard errors by which the plain temperatures must be better than none, wherever they differ
 
 
 @dataclass(frozen=True, eq=False)
@@ -40,8 +44,8 @@ class ClassReport:
 
     @property
     def plain_never_worse(self) -> bool:
-        """Whether the plain temperatures are at least as good as none at every position, up to the noise floor."""
-        return bool((self.plain <= self.raw + self.floor).all())
+        """Whether the plain temperatures are at least as good as none at every position."""
+        return bool((self.plain <= self.raw).all())
 
 
 @dataclass(frozen=True, eq=False)
@@ -50,7 +54,8 @@ class Fitted:
 
     plain: StsFit
     classes: tuple[ClassReport, ...]
-    pull: float  # exponent that the plain temperatures were drawn to 1 with
+    pull: float  # exponent that the plain temperatures were drawn to 1 with; 0: all are 1
+    first: int  # position from which on they differ from 1
 
 
 def fit_blocks(blocks: Blocks, groups: np.ndarray, seed: int = 0) -> Fitted:
@@ -60,13 +65,29 @@ def fit_blocks(blocks: Blocks, groups: np.ndarray, seed: int = 0) -> Fitted:
         blocks: of one or more sampling temperatures.
         groups: [N], of blocks whose text is related (one prompt): none is split between fit and report.
         seed: of the split.
+
+    Raises:
+        CostTableError: too few blocks or prompts, or blocks that ``fit_sts`` refuses.
     """
-    joint = fit_sts(blocks.logits, blocks.labels, groups=groups, seed=seed)
-    calibration, pull = _harmless(blocks, joint)
-    plain = StsFit(**{**vars(joint), "calibration": calibration, "ece_after": _error(blocks, joint, calibration)})
-    temperatures = sorted(set(blocks.temperature.tolist()))
-    reports = tuple(_report(blocks, groups, temperature, calibration, seed) for temperature in temperatures)
-    return Fitted(plain, reports, pull)
+    joint = fit_sts(blocks.logits, blocks.labels, groups=groups, seed=seed, held_out=HELD_OUT)
+    _require_classes(blocks, joint)
+    calibration, pull, first = _harmless(blocks, groups, joint)
+    plain = replace(joint, calibration=calibration, ece_after=_error(blocks, joint, calibration))
+    reports = tuple(
+        _report(blocks, groups, joint.reported, temperature, calibration, seed) for temperature in blocks.classes
+    )
+    return Fitted(plain, reports, pull, first)
+
+
+def _require_classes(blocks: Blocks, joint: StsFit) -> None:
+    for one in blocks.classes:
+        rows = blocks.temperature == one
+        if not (rows & joint.reported).any() or not (rows & ~joint.reported & ~joint.fitted).any():
+            refuse(
+                f"{int(rows.sum())} blocks of temperature {one:g}, all on one side of the split",
+                "blocks of many prompts",
+                "pass more prompts, or collect more blocks",
+            )
 
 
 def _error(blocks: Blocks, fit: StsFit, calibration: Calibration) -> np.ndarray:
@@ -74,36 +95,67 @@ def _error(blocks: Blocks, fit: StsFit, calibration: Calibration) -> np.ndarray:
     return calibration_error(survival_from(held.logits, calibration), held.labels)
 
 
-def _harmless(blocks: Blocks, joint: StsFit) -> tuple[Calibration, float]:
+def _harmless(blocks: Blocks, groups: np.ndarray, joint: StsFit) -> tuple[Calibration, float, int]:
     """The joint temperatures, drawn to 1 until no sampling temperature is worse off than without any.
 
-    One vector cannot fit all classes; what helps one may hurt another. Judged on the rows that decide what is kept.
+    One vector cannot fit all classes; what helps one may hurt another, and the error of a product depends on all its
+    factors. So the choice is among few vectors: a common exponent, and 1 up to some position. Of those that are better
+    than none, or equal, for every class at every position, it is the one of least error. Judged on the rows that
+    decide what is kept. Returns the calibration, its exponent and its first position.
     """
-    rng = np.random.default_rng(1)
-    checked = blocks.at(~joint.fitted & ~joint.reported)
-    identity = Calibration.identity(blocks.logits.shape[1])
-    for pull in _PULLS:
-        scaled = Calibration(joint.calibration.temperatures**pull, identity.offsets)
-        if all(_no_worse(checked.at(checked.temperature == one), scaled, rng) for one in set(checked.temperature)):
-            break
-    return scaled, pull
+    checked = ~joint.fitted & ~joint.reported
+    classes = [_Checked(blocks, groups, checked & (blocks.temperature == one)) for one in blocks.classes]
+    gamma = blocks.logits.shape[1]
+    found = []
+    for pull, first in itertools.product(_PULLS, range(gamma)):
+        exponents = np.where(np.arange(gamma) >= first, pull, 0.0)
+        calibration = Calibration(joint.calibration.temperatures**exponents, np.zeros(gamma))
+        changes = np.stack([one.change(calibration) for one in classes])
+        if (changes <= 0).all():
+            found.append((float(changes.mean()), pull, first, calibration))
+    for _, pull, first, calibration in sorted(found, key=lambda entry: entry[0]):
+        if all(one.surely_no_worse(calibration) for one in classes):
+            return calibration, pull, first
+    return Calibration.identity(gamma), 0.0, gamma
 
 
-def _no_worse(blocks: Blocks, calibration: Calibration, rng: np.random.Generator) -> bool:
-    raw = survival_from(blocks.logits, Calibration.identity(blocks.logits.shape[1]))
-    scaled = survival_from(blocks.logits, calibration)
-    change = calibration_error(scaled, blocks.labels) - calibration_error(raw, blocks.labels)
-    draws = bootstrap_errors([raw, scaled], blocks.labels, blocks.request, rng)
-    return bool((change <= (draws[:, 1] - draws[:, 0]).std(axis=0)).all())
+class _Checked:
+    """Rows of one class that decide what is kept."""
+
+    def __init__(self, blocks: Blocks, groups: np.ndarray, rows: np.ndarray) -> None:
+        self._own, self._groups = blocks.at(rows), groups[rows]
+        self._raw = survival_from(self._own.logits, Calibration.identity(blocks.logits.shape[1]))
+        self._error = calibration_error(self._raw, self._own.labels)
+
+    def change(self, calibration: Calibration) -> np.ndarray:
+        """[G]: how much the error grows."""
+        return calibration_error(survival_from(self._own.logits, calibration), self._own.labels) - self._error
+
+    def surely_no_worse(self, calibration: Calibration) -> bool:
+        """Whether the error of every position falls by more than chance, or is of the same survival."""
+        scaled = survival_from(self._own.logits, calibration)
+        rng = np.random.default_rng(1)
+        draws = bootstrap_errors([self._raw, scaled], self._own.labels, self._groups, rng)
+        noise = (draws[:, 1] - draws[:, 0]).std(axis=0)
+        same = (scaled == self._raw).all(axis=0)
+        return bool((same | (self.change(calibration) <= -_MARGIN * noise)).all())
 
 
-def _report(blocks: Blocks, groups: np.ndarray, temperature: float, plain: Calibration, seed: int) -> ClassReport:
+def _report(
+    blocks: Blocks, groups: np.ndarray, reported: np.ndarray, temperature: float, plain: Calibration, seed: int
+) -> ClassReport:
     rows = blocks.temperature == temperature
     own, codes = blocks.at(rows), groups[rows]
-    fit = fit_sts(own.logits, own.labels, groups=codes, seed=seed, affine=True)
-    held = own.at(fit.reported)
+    fit = fit_sts(own.logits, own.labels, groups=codes, seed=seed, affine=True, held_out=HELD_OUT)
     identity = Calibration.identity(blocks.logits.shape[1])
-    survivals = [survival_from(held.logits, one) for one in (identity, plain, fit.calibration)]
-    errors = [calibration_error(survival, held.labels) for survival in survivals]
-    floor = noise_floor(survivals[2], held.labels)
-    return ClassReport(temperature, fit, held.count, errors[0], errors[1], errors[2], floor)
+    held, unseen = own.at(fit.reported), own.at(reported[rows])  # unseen by its own fit; by that of all classes
+    after = survival_from(held.logits, fit.calibration)
+    return ClassReport(
+        sampling_temperature=temperature,
+        fit=fit,
+        held_out=held.count,
+        raw=calibration_error(survival_from(unseen.logits, identity), unseen.labels),
+        plain=calibration_error(survival_from(unseen.logits, plain), unseen.labels),
+        own=calibration_error(after, held.labels),
+        floor=noise_floor(after, held.labels),
+    )

@@ -38,8 +38,11 @@ def sentences(fitted: Fitted) -> list[str]:
             f"temperature {one.sampling_temperature:g}: at most {worst:+.2%} over the noise floor, {holds} "
             f"{ALLOWED_ERROR:.0%}; one vector is {'never' if one.plain_never_worse else 'somewhere'} worse than raw"
         )
-    if fitted.pull < 1:
-        said.append(f"the one vector was drawn to 1 (exponent {fitted.pull:g}): classes disagree")
+    if fitted.pull < 1 or fitted.first > 0:
+        said.append(
+            f"the one vector was drawn to 1 (exponent {fitted.pull:g} from draft {fitted.first + 1} on, 1 before), "
+            "since more would have made some temperature worse than raw"
+        )
     return said
 
 
@@ -48,6 +51,7 @@ def figures(fitted: Fitted) -> dict[str, Any]:
     return {
         "plain_temperatures": fitted.plain.calibration.temperatures.tolist(),
         "pull": fitted.pull,
+        "first": fitted.first,
         "allowed_error": ALLOWED_ERROR,
         "classes": [
             {

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from pickle import UnpicklingError
 
 import numpy as np
 import torch
@@ -25,6 +26,11 @@ class Blocks:
     def count(self) -> int:
         return len(self.logits)
 
+    @property
+    def classes(self) -> list[float]:
+        """Their sampling temperatures, each once, as a user would write them: 0.7 and not its nearest float32."""
+        return [float(str(one)) for one in np.unique(self.temperature)]
+
     def at(self, rows: np.ndarray) -> Blocks:
         """Some of the blocks. Args: rows: [N] bool."""
         return Blocks(self.logits[rows], self.labels[rows], self.temperature[rows], self.request[rows])
@@ -41,7 +47,7 @@ def load(paths: Sequence[Path]) -> Blocks:
         try:
             shard = torch.load(path, map_location="cpu", weights_only=True)
             columns.append([shard[key].numpy() for key in keys])
-        except (OSError, RuntimeError, KeyError, TypeError, AttributeError) as error:
+        except (OSError, RuntimeError, UnpicklingError, KeyError, TypeError, AttributeError) as error:
             raise ConfigError(
                 f"found {path}, which is no shard of this package ({error!r}); required are files of "
                 "SGLANG_DSPARK_STS_COLLECT_PATH; collect again"

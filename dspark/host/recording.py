@@ -72,5 +72,5 @@ class Recording:
         found: dict[str, Any] = {} if self._steps is None else self._steps.dump()
         if self._blocks is not None:
             self._blocks.flush()
-            found["collected_blocks"] = self._blocks.blocks
+            found |= {"collected_blocks": self._blocks.blocks, "collect_path": self._blocks.path}
         return found

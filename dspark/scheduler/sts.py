@@ -103,9 +103,15 @@ class StsFit:
 
 
 def fit_sts(
-    logits: np.ndarray, labels: np.ndarray, *, groups: np.ndarray | None = None, seed: int = 0, affine: bool = False
+    logits: np.ndarray,
+    labels: np.ndarray,
+    *,
+    groups: np.ndarray | None = None,
+    seed: int = 0,
+    affine: bool = False,
+    held_out: float = 0.25,
 ) -> StsFit:
-    """Fit temperatures on half of the blocks, check them on a quarter, report on the last quarter.
+    """Fit temperatures on some of the blocks, check them on half as many, report on the rest.
 
     Args:
         logits: [N, G] float, raw: collected with no temperatures applied.
@@ -114,6 +120,7 @@ def fit_sts(
         groups: [N], for example the request of each block: a group is never split between fit and report.
         seed: of the split and the bootstrap.
         affine: fit offsets as well.
+        held_out: share of the blocks, between 0 and 1, that the errors are reported on.
 
     Raises:
         CostTableError: shapes differ, too few blocks, a logit that is not finite, labels outside [0, 1] or rising along
@@ -124,8 +131,10 @@ def fit_sts(
     rng = np.random.default_rng(seed)
     codes = np.arange(len(logits)) if groups is None else np.unique(groups, return_inverse=True)[1]
     share = rng.permutation(codes.max() + 1)[codes] / (codes.max() + 1)
-    fitted, reported = share < 0.5, share >= 0.75
+    fitted, reported = share < (1 - held_out) * 2 / 3, share >= 1 - held_out
     checked = ~fitted & ~reported
+    if not checked.any():
+        refuse(f"{codes.max() + 1} groups of blocks", "enough to split them in three", "collect from more prompts")
     calibration, kept = _fit_checked(logits, labels, fitted, checked, affine, rng)
 
     before = survival_from(logits[reported], Calibration.identity(logits.shape[1]))

@@ -54,6 +54,11 @@ class BlockCollector:
         self._held = self._shards = 0
         self.blocks = 0  # collected so far
 
+    @property
+    def path(self) -> str:
+        """Of the shards, absolute, without number and suffix."""
+        return str(self._stem)
+
     def record(
         self, rids: Sequence[str], proposal: BlockProposal | None, logits: torch.Tensor, sampling: SamplingRows
     ) -> None:
