@@ -16,6 +16,7 @@ logger = logging.getLogger("dspark")
 
 _PIN = "dspark_force_budget_frac"
 _UNPIN = -1
+_DRAFT_OFF = "dspark_force_draft_off"
 _THRESHOLDS = ("speculative_accept_threshold_single", "speculative_accept_threshold_acc")
 
 
@@ -140,12 +141,19 @@ def _set_state(original: Callable[..., Any], self: Any, recv_req: Any) -> Any:
         pins[_PIN] = fraction = None
     if fraction is not None and not (type(fraction) in (int, float) and 0 < fraction <= 1):
         impossible.append(_PIN)
+    if _DRAFT_OFF in pins and (_PIN in pins or pins[_DRAFT_OFF] not in (0, 1)):
+        impossible.append(_DRAFT_OFF)
     if not impossible:
-        return _set_class(original, self, recv_req)
+        draft_off = pins.pop(_DRAFT_OFF, None)  # the host knows no such key
+        output = _set_class(original, self, recv_req)
+        if draft_off is not None and output.updated:
+            self.draft_worker.set_dspark_forced_budget_frac(0.0 if draft_off else None)
+        return output
     from sglang.srt.managers.io_struct import SetInternalStateReqOutput
 
     logger.error(
-        "dspark: found %s; required are thresholds of 1.0 (acceptance is exact) and a pin in (0, 1], or -1 to end it",
+        "dspark: found %s; required are thresholds of 1.0 (acceptance is exact), a pin in (0, 1], or -1 to end it, "
+        "or without a pin 1 to leave the draft out, or 0 to end that",
         {name: pins[name] for name in impossible},
     )
     return SetInternalStateReqOutput(updated=False)

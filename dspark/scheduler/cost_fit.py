@@ -31,12 +31,17 @@ class StepSamples:
 
 
 def fit_cost_model(
-    samples: StepSamples, *, source: str = "timed steps", provenance: Provenance | None = None
+    samples: StepSamples,
+    *,
+    plain: PartSamples | None = None,
+    source: str = "timed steps",
+    provenance: Provenance | None = None,
 ) -> CostModel:
     """Fit ``T = bias + alpha(R) + theta(T) + rho * C + kappa * sum_r(context_r * l_r)`` with every term >= 0.
 
     Probes are the values of R and T that occur. Errors are weighed relative to the step time. Steps that the first fit
-    finds far out are left out of the second. ``relative_error`` is the spread of what remains.
+    finds far out are left out of the second. ``relative_error`` is the spread of what remains. ``plain`` are steps
+    without a draft; without them the model never leaves the draft out.
 
     Raises:
         CostTableError: fewer than two tiers, a time that is not positive and finite, or fewer steps than unknowns.
@@ -64,6 +69,7 @@ def fit_cost_model(
     )
     weights, error = _robust_nnls(design, samples.seconds)
     alpha_end = 3 + bs_probes.size - 1
+    alone = None if plain is None else _fit_part(plain, f"plain steps of {source}")
     return CostModel(
         bias_seconds=float(weights[0]),
         rho_seconds_per_token=float(weights[1]),
@@ -72,7 +78,10 @@ def fit_cost_model(
         alpha_seconds=np.concatenate([[0.0], np.cumsum(weights[3:alpha_end])]),
         m_probes=m_probes.astype(np.float64),
         theta_seconds=np.concatenate([[0.0], np.cumsum(weights[alpha_end:])]),
-        relative_error=error,
+        plain_probes=None if alone is None else alone.probes,
+        plain_seconds=None if alone is None else alone.bias + alone.values,
+        plain_rho_seconds_per_token=None if alone is None else alone.rho,
+        relative_error=error if alone is None else max(error, alone.error),
         source=source,
         provenance=provenance,
     )

@@ -82,6 +82,8 @@ class BudgetScheduler:
     def pin(self, fraction: float | None) -> None:
         """Verify exactly floor(``fraction`` * R * gamma) drafts from the next step on, in every mode; None ends it.
 
+        0 leaves the draft out, while a fraction that comes to no draft makes the drafts and verifies none of them.
+
         A pinned step verifies R + K rows, in cap-accept and static too: whoever pins wants to time that work. Captured
         steps run them in the smallest tier that holds them.
         """
@@ -146,18 +148,19 @@ class BudgetScheduler:
         self._state = self.plan.state
         # A probe is planned on the prior, and its acceptance is all that is learned while the draft is off.
         learns = (known.informed or self.plan.reason is Reason.PROBE) and self._pin is None
-        promised, drafted = self.plan.promised if learns else None, self.plan.draft or self._pin is not None
+        promised = self.plan.promised if learns else None
+        drafted = self.plan.draft if self._pin is None else self._pin > 0
         self._trust.remember(slots, generations, context_tokens, promised, drafted)
         if self._pin is not None:
             self.plan = None  # not what runs
 
     def _budget(self, requests: int) -> StepBudget:
         full = requests * self._gamma
+        if self._pin == 0 or (self.plan is not None and not self.plan.draft):
+            return StepBudget(False, 0, self._padded(requests), packed=True)
         if self._pin is not None:
             drafts = forced_budget(self._pin, requests, self._gamma)
             return StepBudget(True, drafts, self._padded(requests + drafts), packed=True)
-        if self.plan is not None and not self.plan.draft:
-            return StepBudget(False, 0, self._padded(requests), packed=True)
         drafts = full if self.plan is None else self.plan.budget
         # A full window needs no packing, unless the host has captured packed rows only.
         packed = self._graph_tiers is not None or (self._mode == "compact" and drafts < full)

@@ -73,6 +73,18 @@ def test_drafting_resumes_as_if_it_had_never_stopped(cap_server: ServerProcess, 
         assert got["verify_len"] == got["forwarded_rows"] == 8
 
 
+def test_the_draft_can_be_left_out_by_hand(cap_server: ServerProcess, plain_answers: dict[str, Any]) -> None:
+    """For batches that the planner would always draft for; afterwards it drafts again."""
+    jobs = [job for job in mixed_traffic() if job.greedy][:4]
+    for off in (1, 0):
+        assert set_state(cap_server, dspark_clear_info_records=True, dspark_force_draft_off=off)
+        answers = run_all(cap_server, jobs, at_once=4)
+        assert answers == {job.name: plain_answers[job.name] for job in jobs}
+        together = [step["draft"] for step in record(cap_server)["steps"] if len(step["requests"]) > 1]
+        assert together
+        assert not any(together) if off else all(together)
+
+
 def test_logprobs_of_a_request_that_is_decoded_plainly(cap_server: ServerProcess, target: Path) -> None:
     """Its windows have one row, its outcome has a place for every token of a full one."""
     ids = AutoTokenizer.from_pretrained(target)("Water boils at a temperature of")["input_ids"]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from sglang.srt.plugins import load_plugins
@@ -53,3 +54,29 @@ def test_a_bias_that_is_no_number_is_refused(value: object) -> None:
     req.multimodal_inputs = req.lora_id = req.input_embeds = req.custom_logit_processor = None
     req.return_hidden_states = req.return_logprob = False
     assert "logit_bias" in str(refusal(req))
+
+
+@pytest.mark.parametrize(
+    "state, updated, pins",
+    [
+        ({"dspark_force_draft_off": 1}, True, [0.0]),
+        ({"dspark_force_draft_off": 0}, True, [None]),
+        ({"dspark_force_draft_off": 2}, False, []),
+        ({"dspark_force_draft_off": 1, "dspark_force_budget_frac": 0.5}, False, []),
+        ({"dspark_force_budget_frac": 0}, False, []),
+        ({"dspark_force_budget_frac": 0.5}, True, []),  # by the host
+    ],
+)
+def test_the_draft_is_left_out_by_a_key_that_the_host_does_not_know(
+    state: dict[str, Any], updated: bool, pins: list[float | None]
+) -> None:
+    pinned: list[float | None] = []
+    worker = SimpleNamespace(simulated=None, set_dspark_forced_budget_frac=pinned.append)
+    scheduler = SimpleNamespace(spec_algorithm=SimpleNamespace(is_dspark=lambda: True), draft_worker=worker)
+
+    def original(scheduler: Any, request: Any) -> Any:
+        assert "dspark_force_draft_off" not in request.server_args
+        return SimpleNamespace(updated=True)
+
+    assert hooks._set_state(original, scheduler, SimpleNamespace(server_args=state)).updated is updated
+    assert pinned == pins

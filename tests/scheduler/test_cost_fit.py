@@ -8,7 +8,7 @@ import pytest
 from benchmarks.planner import QWEN3_8B
 from dspark.errors import CostTableError
 from dspark.scheduler.cost import CostModel
-from dspark.scheduler.cost_fit import StepSamples, fit_cost_model
+from dspark.scheduler.cost_fit import PartSamples, StepSamples, fit_cost_model
 from dspark.scheduler.estimate import estimate_cost, hardware_of
 from dspark.scheduler.planner import PlanState, Policy, plan
 from dspark.scheduler.survival import survival_of
@@ -50,6 +50,16 @@ def test_a_known_cost_is_recovered(noise: float, outliers: int, bound: float) ->
             )
             assert np.abs(error - 1).max() <= bound
     assert fitted.relative_error == pytest.approx(noise, rel=0.2, abs=1e-9)
+
+
+def test_steps_without_a_draft_let_the_planner_leave_it_out() -> None:
+    sizes = np.repeat([1.0, 8.0, 64.0], 4)
+    context = sizes * np.tile([1e3, 4e3, 16e3, 32e3], 3)
+    seconds = 1e-3 + 2e-5 * sizes + 4e-8 * context
+    fitted = fit_cost_model(samples(0.0), plain=PartSamples(sizes, context, 0 * sizes, seconds))
+    assert fitted.plain_step(8, 8 * 5e3) == pytest.approx(1e-3 + 2e-5 * 8 + 4e-8 * 8 * 5e3)
+    assert fitted.work_seconds(8, np.array([64])) == pytest.approx(TRUTH.work_seconds(8, np.array([64])))
+    assert fit_cost_model(samples(0.0)).plain_step(8, 0.0) is None
 
 
 def test_a_noisy_level_curve_still_never_falls() -> None:

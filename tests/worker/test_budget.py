@@ -121,6 +121,22 @@ def test_a_pin_is_exact_in_every_mode(mode: str, fraction: float, graph_tiers: l
     assert budgets.statistics()["reasons"]["forced budget"] == 4, "the pin goes on"
 
 
+@pytest.mark.parametrize("mode", ["static", "compact", "cap-accept"])
+@pytest.mark.parametrize("graph_tiers", [None, [8, 16, 32, 64]])
+def test_a_pin_of_zero_leaves_the_draft_out(mode: str, graph_tiers: list[int] | None) -> None:
+    """Also where the planner would never do that: without the time of such a step, and with certain drafts."""
+    budgets = scheduler(mode, steep(), graph_tiers)
+    budgets.pin(0.0)
+    tier = REQUESTS if graph_tiers is None else 8
+    for budget in run(budgets, constant(0.99, 4)):
+        assert budget == StepBudget(draft=False, drafts=0, tier=tier, packed=True)
+        assert budgets.plan is None, "the plan of a pinned step is not what ran"
+    found = budgets.statistics()
+    assert (found["draft_off_steps"], found["reasons"]) == (4, {"forced budget": 4})
+    budgets.pin(None)
+    assert all(budget.draft for budget in run(budgets, constant(0.99, 4)))
+
+
 def test_the_draft_goes_off_and_comes_back() -> None:
     """Plain decoding at 8 ms: hopeless drafts are worth less, certain ones more; probes find out."""
     budgets = scheduler("compact", steep(plain_seconds=0.008))
