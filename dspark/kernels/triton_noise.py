@@ -1,6 +1,6 @@
 """Device twins of ``dspark.kernels.philox`` and the order in which kernels compare candidates.
 
-Uniform noise has the same bits as the reference; exponentials of it differ by 4e-6 of their value.
+Uniform noise has the same bits as the reference; exponentials of it differ by at most 7e-6 of their value.
 
 A candidate is one int64: value (or race score) in the upper half, in an order of integers, and the complement of its
 column in the lower half. The largest key is the largest value, at the lowest column where values tie, and a maximum
@@ -58,7 +58,7 @@ def exponentials(seed, position, row, first_column, PURPOSE: tl.constexpr, TILE:
 
 @jit
 def _log_of_complement(x):
-    """log(1 - x) of float32 0 < x < 1 to 4e-6 of its value, which is a quarter of the work of ``log1p``."""
+    """log(1 - x) of float32 0 < x < 1 to 7e-6 of its value, which is a quarter of the work of ``log1p``."""
     if INTERPRETED:  # the textbook formula, exact enough in float64
         wide = 1 - x.to(tl.float64)
         found = (tl.log(wide) * (x.to(tl.float64) / (1 - wide))).to(tl.float32)

@@ -15,9 +15,8 @@ from dspark.kernels.accept import race
 from dspark.kernels.distribution import Distribution
 from dspark.kernels.philox import Purpose, exponential
 from dspark.kernels.triton_scan import TILE, Softmax, TileBuffers, scan_rows
-from tests.compare import assert_close, assert_equal
+from tests.compare import Tolerance, assert_close, assert_equal
 from tests.kernels import triton_probes
-from tests.kernels.test_triton_noise import ULP
 from tests.kernels.triton_cases import (
     accept_inputs,
     assert_wins,
@@ -34,18 +33,19 @@ from tests.kernels.triton_cases import (
 
 pytestmark = pytest.mark.gpu
 QWEN, SMOLLM = 151_936, 49_152
+LOGARITHM = Tolerance(7e-6, 0.0, "lg2.approx is good to 2^-22, a part of 5e-6 where the series ends; 1 - x rounds")
 
 
 def test_noise_of_a_full_vocabulary() -> None:
-    """Against torch on the same device, whose ``log1p`` is the same function of libdevice."""
+    """Against torch's ``log1p``: every element to the bound of the approximate logarithm, their mean without a bias."""
     seeds = torch.arange(33, device="cuda") * 977 - 5
     positions, rows = seeds + (1 << 33), seeds % 8
     found = poisoned(33, QWEN, dtype=torch.float32)
     grid = (33, -(-QWEN // 1024))
     triton_probes.exponential_kernel[grid](seeds, positions, rows, found, QWEN, PURPOSE=2, TILE=1024)
     required = exponential(seeds, positions, rows, Purpose.RESIDUAL, QWEN)
-    assert_close(found, required, ULP, "exponential")
-    assert float((found == required).float().mean()) > 0.99, "the same bits nearly everywhere"
+    assert_close(found, required, LOGARITHM, "exponential")
+    assert abs(float((found.double() / required.double()).mean()) - 1) < 1e-6, "bias"
 
 
 @pytest.mark.parametrize(("requests", "gamma"), [(1, 7), (13, 3), (64, 7), (256, 7), (1000, 5), (1024, 16)])
