@@ -33,6 +33,7 @@ def _parser() -> argparse.ArgumentParser:
     _add_demo(commands)
     _add_bench(commands)
     _add_calibrate(commands)
+    _add_profile(commands)
     return parser
 
 
@@ -104,6 +105,20 @@ def _add_calibrate(commands: argparse._SubParsersAction[argparse.ArgumentParser]
     parser.set_defaults(run=_calibrate)
 
 
+def _add_profile(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    parser = commands.add_parser("profile", help="measure the step times of a running server and fit its cost table")
+    parser.add_argument("action", choices=("run", "fit", "all"), help="measure, make the table of it, or both")
+    parser.add_argument("--url", help="of a server with SGLANG_DSPARK_ENABLE_SPS_RECORD=1 that serves nobody else")
+    parser.add_argument("--out", type=Path, required=True, metavar="FILE.json", help="table; samples and PNG beside it")
+    parser.add_argument("--batches", help="requests at once, e.g. 1,8,64; default: powers of two as far as it goes")
+    parser.add_argument("--fractions", help="of all drafts that are verified; default: 1, 2, 4, .. rows per request")
+    parser.add_argument("--contexts", default="128,2048", help="tokens of a prompt (%(default)s)")
+    parser.add_argument("--steps", type=int, default=64, help="per cell (%(default)s)")
+    parser.add_argument("--temperature", type=float, default=0.0)
+    parser.add_argument("--timeout", type=float, default=300.0, metavar="SECONDS", help="per cell (%(default)s)")
+    parser.set_defaults(run=_profile)
+
+
 def _doctor(args: argparse.Namespace) -> int:
     from dspark.host.doctor import main as doctor
 
@@ -126,6 +141,12 @@ def _calibrate(args: argparse.Namespace) -> int:
     from dspark.calibrate.run import main as calibrate
 
     return calibrate(args)
+
+
+def _profile(args: argparse.Namespace) -> int:
+    from dspark.profile.run import main as profile
+
+    return profile(args)
 
 
 if __name__ == "__main__":

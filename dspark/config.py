@@ -8,7 +8,8 @@
 | ``SGLANG_DSPARK_SLO_STEP_MS`` | number > 0 | longest step that the scheduler may choose |
 | ``SGLANG_DSPARK_COST_TABLES`` | folder, ``measure``, ``off`` | where measured step times are kept, see ``Settings`` |
 | ``SGLANG_DSPARK_STATIC_STEP`` | ``1`` | on a CPU, run the padded step that a GPU captures, without a capture: tests |
-| ``SGLANG_DSPARK_DEBUG_DUMP`` | empty, ``reqs``, ``all`` | step records for ``/server_info``, the host's variable |
+| ``SGLANG_DSPARK_DEBUG_DUMP`` | ``reqs``, ``core``, ``step_cpu_time``, ``all`` | what steps did, and their times |
+| ``SGLANG_DSPARK_ENABLE_SPS_RECORD`` | ``1`` | times of steps for ``/server_info``, the host's variable |
 | ``SGLANG_DSPARK_STS_COLLECT_PATH`` | path | calibration data goes to ``path.00000.pt`` .., the host's variable |
 | ``SGLANG_DSPARK_SIMULATE`` | ``high``, ``middle``, ``low``, ``hopeless``, a file | simulated acceptance |
 | ``SGLANG_SIMULATE_ACC_LEN`` | number > 0 | simulated acceptance of this mean length, the host's variable |
@@ -36,6 +37,7 @@ MODE_VARIABLE = "SGLANG_RAGGED_VERIFY_MODE"
 GAIN_VARIABLE = "SGLANG_DSPARK_MIN_PREDICTED_GAIN"
 SLO_VARIABLE = "SGLANG_DSPARK_SLO_STEP_MS"
 DUMP_VARIABLE = "SGLANG_DSPARK_DEBUG_DUMP"
+TIMES_VARIABLE = "SGLANG_DSPARK_ENABLE_SPS_RECORD"
 TABLES_VARIABLE = "SGLANG_DSPARK_COST_TABLES"
 STATIC_STEP_VARIABLE = "SGLANG_DSPARK_STATIC_STEP"
 SIMULATE_VARIABLE = "SGLANG_DSPARK_SIMULATE"
@@ -55,7 +57,8 @@ _VARIABLES = {
     "simulate_method": METHOD_VARIABLE,
 }
 _RECORDED = {"reqs", "all"}
-_OTHER_COMPONENTS = {"core", "step_cpu_time", "step_gpu_time", "draft_gpu_time", "target_verify_gpu_time"}
+_TIMED = {"core", "step_cpu_time", "all"}
+_OTHER_COMPONENTS = {"step_gpu_time", "draft_gpu_time", "target_verify_gpu_time"}
 
 
 @dataclass(frozen=True)
@@ -69,7 +72,7 @@ class HostSetting:
 _DEEPSEEK_V4 = "a switch of the host's DeepSeek-V4 drafter, which this version does not serve"
 HOST_VARIABLES: dict[str, HostSetting] = {
     MODE_VARIABLE: HostSetting(True, "verify mode"),
-    DUMP_VARIABLE: HostSetting(True, "step records ('reqs'; other components are refused by name)"),
+    DUMP_VARIABLE: HostSetting(True, "step records ('reqs', 'core', 'step_cpu_time'; others are refused by name)"),
     LENGTH_VARIABLE: HostSetting(True, "simulated acceptance of this mean length"),
     METHOD_VARIABLE: HostSetting(True, "how simulated lengths spread"),
     TOKENS_VARIABLE: HostSetting(False, "simulated tokens are always the drafts ('real-draft-token')"),
@@ -88,7 +91,7 @@ HOST_VARIABLES: dict[str, HostSetting] = {
     COLLECT_VARIABLE: HostSetting(True, "calibration data of full windows, with soft labels"),
     "SGLANG_DSPARK_BLOCK_ACCEPT_ESTIMATE_PATH": HostSetting(False, "the ceiling is measured in cap-accept mode"),
     "SGLANG_DSPARK_BLOCK_ACCEPT_ONLINE_INTERVAL": HostSetting(False, "the ceiling is measured in cap-accept mode"),
-    "SGLANG_DSPARK_ENABLE_SPS_RECORD": HostSetting(False, "/server_info shows device times per number of rows always"),
+    TIMES_VARIABLE: HostSetting(True, "times of decode steps, for profilers"),
     "SGLANG_DSPARK_FAST_SAMPLING": HostSetting(False, "drafts are drawn by one fused kernel always"),
     "SGLANG_DSPARK_FOLDED_SAMPLING": HostSetting(False, "drafts of sampled requests are drawn inside the graph always"),
     "SGLANG_DSPARK_FAST_KERNEL": HostSetting(False, _DEEPSEEK_V4),
@@ -124,6 +127,7 @@ class Settings(BaseModel):
     implementation: Literal["plugin", "builtin"] = "plugin"
     verify_mode: VerifyMode | None = None  # None: left to the draft, see ``resolved_mode``
     record_steps: bool = False
+    record_times: bool = False
     static_step: bool = False
     min_predicted_gain: float = Field(default=0.01, ge=0, allow_inf_nan=False)
     slo_step_ms: float | None = Field(default=None, gt=0, allow_inf_nan=False)
@@ -152,7 +156,7 @@ class Settings(BaseModel):
             return cls(implementation="builtin")  # the other variables then belong to the host alone
         fields: dict[str, Any] = {
             "verify_mode": env.get(MODE_VARIABLE) or None,
-            "record_steps": _records(env.get(DUMP_VARIABLE, "")),
+            **_records(env),
             "static_step": _switch(env, STATIC_STEP_VARIABLE),
             "cost_tables": env.get(TABLES_VARIABLE) or None,
             "collect_path": env.get(COLLECT_VARIABLE) or None,
@@ -239,19 +243,22 @@ def _switch(env: Mapping[str, str], variable: str) -> bool:
     return value == "1"
 
 
-def _records(value: str) -> bool:
+def _records(env: Mapping[str, str]) -> dict[str, bool]:
+    value = env.get(DUMP_VARIABLE, "")
     components = {part.strip() for part in value.split(",") if part.strip()}
-    unknown = components - _RECORDED - _OTHER_COMPONENTS
+    known = _RECORDED | _TIMED
+    unknown = components - known - _OTHER_COMPONENTS
     if unknown:
         raise ConfigError(
             f"found {DUMP_VARIABLE}={value!r}; {', '.join(sorted(unknown))} is no component; use a comma-separated "
-            f"list of {', '.join(sorted(_RECORDED | _OTHER_COMPONENTS))}"
+            f"list of {', '.join(sorted(known))}"
         )
     not_built = components & _OTHER_COMPONENTS
     if not_built:
         raise ConfigError(
-            f"found {DUMP_VARIABLE}={value!r}; this version records 'reqs' (or 'all') only, not "
+            f"found {DUMP_VARIABLE}={value!r}; this version records {', '.join(sorted(known))}, not "
             f"{', '.join(sorted(not_built))}; "
             "remove them, or set SGLANG_DSPARK_IMPL=builtin for the host's own worker"
         )
-    return bool(components)
+    times = _switch(env, TIMES_VARIABLE) or bool(components & _TIMED)
+    return {"record_steps": bool(components & _RECORDED), "record_times": times}

@@ -29,7 +29,8 @@ ARROWS = {
     "demo": {"errors", "config"},
     "bench": {"errors", "config", "demo"},
     "calibrate": {"errors", "config", "bench", "demo", "scheduler"},
-    "__main__": {"errors", "config", "bench", "calibrate", "demo", "host"},
+    "profile": {"errors", "config", "scheduler"},
+    "__main__": {"errors", "config", "bench", "calibrate", "demo", "host", "profile"},
     "__init__": {"errors"},
 }
 FORBIDDEN = (

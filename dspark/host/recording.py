@@ -1,4 +1,4 @@
-"""What a server records because its operator asked for it at start: step records, calibration data."""
+"""What a server records because its operator asked for it at start: step records, step times, calibration data."""
 
 from __future__ import annotations
 
@@ -9,11 +9,15 @@ import torch
 from sglang.srt.managers.schedule_batch import ScheduleBatch
 
 from dspark.config import COLLECT_VARIABLE, Settings
+from dspark.drafter.spec import DraftSpec
 from dspark.errors import ConfigError
+from dspark.host.batch import context_tokens
+from dspark.scheduler.json_file import Provenance
 from dspark.types import DecodeBatch, StepBudget, StepOutcome
 from dspark.worker.budget import BudgetScheduler
 from dspark.worker.collect import BlockCollector
 from dspark.worker.records import StepRecorder
+from dspark.worker.step_times import StepClock
 
 logger = logging.getLogger("dspark")
 
@@ -21,10 +25,10 @@ logger = logging.getLogger("dspark")
 class Recording:
     """Nothing unless it was asked for."""
 
-    def __init__(self, settings: Settings, *, has_confidence: bool, calibrated: bool, rank: int) -> None:
+    def __init__(self, settings: Settings, spec: DraftSpec, *, calibrated: bool, rank: int) -> None:
         """Args:
         settings: of the process.
-        has_confidence: whether the draft has a confidence head.
+        spec: of the draft.
         calibrated: whether confidences are scaled.
         rank: only the first one records blocks.
 
@@ -32,10 +36,13 @@ class Recording:
             ConfigError: data of scaled confidences, or of none, would calibrate nothing.
         """
         self._steps = StepRecorder() if settings.record_steps else None
+        self._clock = StepClock() if settings.record_times else None
+        self._window, self._simulated_length = spec.window, settings.simulate_accept_length
+        self.deployment: Provenance | None = None  # set when the graphs are known; profilers write it into their tables
         self._blocks: BlockCollector | None = None
         if settings.collect_path is None:
             return
-        if calibrated or not has_confidence:
+        if calibrated or not spec.has_confidence:
             found = "a calibration file" if calibrated else "a draft without a confidence head"
             raise ConfigError(
                 f"found {COLLECT_VARIABLE}={settings.collect_path!r} and {found}; calibration data needs the raw "
@@ -52,6 +59,9 @@ class Recording:
         self, batch: ScheduleBatch, budgets: BudgetScheduler, budget: StepBudget, outcome: StepOutcome, forwarded: int
     ) -> None:
         """Record a step; waits for the device if there are step records."""
+        if self._clock is not None:
+            context = context_tokens(batch, self._window)
+            self._clock.step(int(batch.forward_iter), len(batch.reqs), forwarded, context, budget.draft)
         if self._steps is not None:
             rids = [req.rid for req in batch.reqs]
             step, plan, reason = int(batch.forward_iter), budgets.plan, budgets.reason
@@ -62,14 +72,29 @@ class Recording:
         if self._blocks is not None and outcome.plan.packed is None:
             self._blocks.record([req.rid for req in batch.reqs], outcome.proposal, logits, inputs.sampling)
 
+    def interrupt(self) -> None:
+        """Something that is no decode step runs."""
+        if self._clock is not None:
+            self._clock.interrupt()
+
     def clear(self) -> None:
-        """Forget the step records; calibration data is on the disk and stays."""
+        """Forget the step records and times; calibration data is on the disk and stays."""
         if self._steps is not None:
             self._steps.clear()
+        if self._clock is not None:
+            self._clock.clear()
 
     def dump(self) -> dict[str, Any]:
         """For ``/server_info``. Calibration data that is held is written first."""
         found: dict[str, Any] = {} if self._steps is None else self._steps.dump()
+        if self._clock is not None:
+            found |= {
+                "components": ["core", "step_cpu_time"],
+                "verify_num_draft_tokens": self._window,
+                "simulate_acc_len": self._simulated_length,
+                "deployment": None if self.deployment is None else self.deployment.model_dump(mode="json"),
+                "records": self._clock.dump(),
+            }
         if self._blocks is not None:
             self._blocks.flush()
             found |= {"collected_blocks": self._blocks.blocks, "collect_path": self._blocks.path}

@@ -75,6 +75,13 @@ def deployment(server_args: Any, spec: DraftSpec, ladder: np.ndarray) -> Provena
     )
 
 
+def nominal_ladder(server_args: Any, spec: DraftSpec, tiers: list[int] | None) -> np.ndarray:
+    """[L] int64: rows of the captured graphs, or what would be captured if nothing is."""
+    if tiers is None:
+        return tier_ladder(int(server_args.max_running_requests), spec.window)
+    return np.array(tiers, dtype=np.int64)
+
+
 def device_name(server_args: Any) -> str:
     """Name of the GPU, or ``cpu``."""
     return torch.cuda.get_device_name() if str(server_args.device).startswith("cuda") else "cpu"
@@ -158,7 +165,7 @@ def build_scheduler(
     """
     mode = settings.resolved_mode(spec.has_confidence)
     captured = None if graph_tiers is None else np.array(graph_tiers, dtype=np.int64)
-    ladder = tier_ladder(int(server_args.max_running_requests), spec.window) if captured is None else captured
+    ladder = nominal_ladder(server_args, spec, graph_tiers)
     nominal = ladder if graph_ladder is None else np.array(graph_ladder, dtype=np.int64)
     model, refusal = (None, None) if mode == "static" else cost_model(server_args, spec, table, measured, nominal)
     costs = None if model is None else TierCosts(model, ladder, spec.gamma)

@@ -34,7 +34,7 @@ from dspark.host.measure import measured_cost
 from dspark.host.metrics import ObservedResult, StepObserver, export
 from dspark.host.networks import HostDraftNet, HostTargetNet
 from dspark.host.recording import Recording
-from dspark.host.schedule import CalibrationClasses, build_scheduler, load_files
+from dspark.host.schedule import CalibrationClasses, build_scheduler, deployment, load_files, nominal_ladder
 from dspark.host.simulate import assign_classes, build_replay
 from dspark.observe.counters import StepFacts
 from dspark.observe.prometheus import Exporter
@@ -94,9 +94,7 @@ class DSparkWorker(BaseSpecWorker):
         if self._calibration is not None:
             self._draft_net.calibration = self._calibration.scale
         calibrated = self._calibration is not None
-        self._recording = Recording(
-            self.settings, has_confidence=self.spec.has_confidence, calibrated=calibrated, rank=ps.tp_rank
-        )
+        self._recording = Recording(self.settings, self.spec, calibrated=calibrated, rank=ps.tp_rank)
         self._requests: RequestTable | None = None
         self.simulated: Replay | None = None
         self._budgets: BudgetScheduler | None = None
@@ -176,6 +174,8 @@ class DSparkWorker(BaseSpecWorker):
             graph_tiers=None if self._graphs is None else self._graphs.tiers,
             graph_ladder=None if self._graphs is None else self._graphs.ladder,
         )
+        ladder = nominal_ladder(self.server_args, self.spec, None if self._graphs is None else self._graphs.ladder)
+        self._recording.deployment = deployment(self.server_args, self.spec, ladder)
         assert self._observer is not None
         self._exporter = export(partial(self._observer.samples, self._budgets), self.server_args, self._rank)
         logger.info("dspark: step times from %s", self._budgets.cost_source or "no table: full windows")
@@ -193,6 +193,7 @@ class DSparkWorker(BaseSpecWorker):
         """Run one prefill or decode batch of the scheduler."""
         publish = on_publish or (lambda lengths: None)
         if batch.forward_mode.is_extend() or batch.is_extend_in_batch:
+            self._recording.interrupt()
             self._interrupt_timer()
             return self._prefill(batch, publish)
         with _profiled_step():
@@ -237,6 +238,7 @@ class DSparkWorker(BaseSpecWorker):
     ) -> GenerationBatchResult:
         """Run the step of :class:`dspark.worker.step.DecodeStep` on the scheduler's batch."""
         if batch.forward_mode.is_idle():
+            self._recording.interrupt()
             self._interrupt_timer()
             return self._idle(publish)
         assert self._requests is not None
