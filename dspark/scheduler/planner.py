@@ -28,6 +28,7 @@ from dspark.scheduler.trust import Promise, believed, promise
 
 _LEAST_LOSS = 0.05  # of a step: the least that a visit is taken to cost
 KNOWN = 2.0  # samples near a tier below which it is due for a visit
+OFF_REQUESTS = 16  # blocks that the decision for plain decoding is averaged over
 STAY_SHARE = 0.5  # hysteresis: what was chosen stays until its gain falls below this share of the gain that chose it
 
 
@@ -85,6 +86,7 @@ class PlanState:
     probe_credit_seconds: float = 0.0  # that draft-off steps have set aside for probes; early probes borrow
     free_probes: int = 0  # that draft-off steps may still make without paying, while little is known
     off_requests: int = 0  # batch size that the draft-off decision was made for
+    off_gain: float = 0.0  # running mean of what plain decoding would gain; one block of one request says little
     visit_credit_seconds: float = 0.0  # that drafted steps have set aside for visits
 
 
@@ -320,9 +322,13 @@ def _draft_or_off(
     threshold = max(policy.min_draft_off_gain, relative_error)
     gain = off.tokens / off.seconds * drafted.seconds / (drafted.tokens + hope) - 1.0
     if not state.draft_off:
-        if gain <= threshold or not informed:
+        if not informed:
             return drafted, state
-        return off, replace(state, draft_off=True, probe_credit_seconds=0.0, off_requests=int(off.tokens))
+        share = min(off.tokens / OFF_REQUESTS, 1.0)
+        mean = state.off_gain + share * (min(gain, 1.0) - state.off_gain)
+        if mean <= threshold:
+            return drafted, replace(state, off_gain=mean)
+        return off, replace(state, draft_off=True, probe_credit_seconds=0.0, off_requests=int(off.tokens), off_gain=0.0)
     if informed and gain <= threshold * STAY_SHARE:
         return drafted, replace(state, draft_off=False, probe_credit_seconds=0.0, off_requests=0)
     credit = state.probe_credit_seconds + policy.max_probe_share * off.seconds
