@@ -34,6 +34,7 @@ def _parser() -> argparse.ArgumentParser:
     _add_bench(commands)
     _add_calibrate(commands)
     _add_profile(commands)
+    _add_records(commands)
     return parser
 
 
@@ -119,6 +120,13 @@ def _add_profile(commands: argparse._SubParsersAction[argparse.ArgumentParser]) 
     parser.set_defaults(run=_profile)
 
 
+def _add_records(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    parser = commands.add_parser("records", help="write what a server recorded of its last steps into a file")
+    parser.add_argument("--url", required=True, help="of a server started with SGLANG_DSPARK_STEP_RECORDS")
+    parser.add_argument("--out", type=Path, required=True, metavar="FILE", help="ends in .parquet or .jsonl")
+    parser.set_defaults(run=_records)
+
+
 def _doctor(args: argparse.Namespace) -> int:
     from dspark.host.doctor import main as doctor
 
@@ -147,6 +155,17 @@ def _profile(args: argparse.Namespace) -> int:
     from dspark.profile.run import main as profile
 
     return profile(args)
+
+
+def _records(args: argparse.Namespace) -> int:
+    from dspark.observe.records import fetch, write
+
+    found = fetch(args.url)
+    rows = write(found, args.out)
+    print(
+        f"{args.out}: {rows} request steps of {len(found.steps)} steps; {found.dropped_steps} older steps were dropped"
+    )
+    return 0
 
 
 if __name__ == "__main__":

@@ -10,6 +10,7 @@
 | ``SGLANG_DSPARK_STATIC_STEP`` | ``1`` | on a CPU, run the padded step that a GPU captures, without a capture: tests |
 | ``SGLANG_DSPARK_DEBUG_DUMP`` | ``reqs``, ``core``, ``step_cpu_time``, ``all`` | what steps did, and their times |
 | ``SGLANG_DSPARK_ENABLE_SPS_RECORD`` | ``1`` | times of steps for ``/server_info``, the host's variable |
+| ``SGLANG_DSPARK_STEP_RECORDS`` | number > 0 | request steps kept for ``python -m dspark records``; no step waits |
 | ``SGLANG_DSPARK_STS_COLLECT_PATH`` | path | calibration data goes to ``path.00000.pt`` .., the host's variable |
 | ``SGLANG_DSPARK_SIMULATE`` | ``high``, ``middle``, ``low``, ``hopeless``, a file | simulated acceptance |
 | ``SGLANG_SIMULATE_ACC_LEN`` | number > 0 | simulated acceptance of this mean length, the host's variable |
@@ -43,15 +44,18 @@ STATIC_STEP_VARIABLE = "SGLANG_DSPARK_STATIC_STEP"
 SIMULATE_VARIABLE = "SGLANG_DSPARK_SIMULATE"
 LENGTH_VARIABLE = "SGLANG_SIMULATE_ACC_LEN"
 METHOD_VARIABLE = "SGLANG_SIMULATE_ACC_METHOD"
+STEP_RECORDS_VARIABLE = "SGLANG_DSPARK_STEP_RECORDS"
 COLLECT_VARIABLE = "SGLANG_DSPARK_STS_COLLECT_PATH"
 TOKENS_VARIABLE = "SGLANG_SIMULATE_ACC_TOKEN_MODE"
 OWN_VARIABLES = (
     IMPL_VARIABLE, GAIN_VARIABLE, SLO_VARIABLE, TABLES_VARIABLE, STATIC_STEP_VARIABLE, SIMULATE_VARIABLE,
+    STEP_RECORDS_VARIABLE,
 )  # fmt: skip
 """Variables that the host does not know."""
 _VARIABLES = {
     "min_predicted_gain": GAIN_VARIABLE,
     "slo_step_ms": SLO_VARIABLE,
+    "step_records": STEP_RECORDS_VARIABLE,
     "simulate": SIMULATE_VARIABLE,
     "simulate_accept_length": LENGTH_VARIABLE,
     "simulate_method": METHOD_VARIABLE,
@@ -131,6 +135,7 @@ class Settings(BaseModel):
     static_step: bool = False
     min_predicted_gain: float = Field(default=0.01, ge=0, allow_inf_nan=False)
     slo_step_ms: float | None = Field(default=None, gt=0, allow_inf_nan=False)
+    step_records: int | None = Field(default=None, gt=0, le=1_000_000)  # request steps; None: no records
     simulate: str | None = None  # a level, or the path of a file; None: acceptance is real
     simulate_accept_length: float | None = Field(default=None, gt=0, allow_inf_nan=False)  # tokens per full window
     simulate_method: Literal["match-expected", "multinomial"] = "match-expected"

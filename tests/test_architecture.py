@@ -30,7 +30,7 @@ ARROWS = {
     "bench": {"errors", "config", "demo"},
     "calibrate": {"errors", "config", "bench", "demo", "scheduler"},
     "profile": {"errors", "config", "scheduler"},
-    "__main__": {"errors", "config", "bench", "calibrate", "demo", "host", "profile"},
+    "__main__": {"errors", "config", "bench", "calibrate", "demo", "host", "observe", "profile"},
     "__init__": {"errors"},
 }
 FORBIDDEN = (

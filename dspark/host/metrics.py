@@ -17,9 +17,12 @@ from sglang.srt.managers.schedule_batch import Req, ScheduleBatch
 from sglang.srt.managers.scheduler import GenerationBatchResult
 
 from dspark.host import meta_info
+from dspark.observe.calibration import BlockFacts, CalibrationWindows
 from dspark.observe.counters import StepCounters, StepCounts, StepFacts
-from dspark.observe.prometheus import Exporter, Sample, samples
+from dspark.observe.prometheus import Exporter, Sample, calibration_samples, samples
+from dspark.observe.records import StepRecords
 from dspark.worker.budget import BudgetScheduler
+from dspark.worker.relay import Transfer
 
 _LOGGED = ("request_steps", "rows", "tested", "accepted", "trimmed_all_accepted")
 
@@ -42,6 +45,7 @@ class ObservedResult(GenerationBatchResult):
     facts: StepFacts | None = None
     accepted: torch.Tensor | None = None  # [R] integers, drafts accepted
     windows: torch.Tensor | None = None  # [R] integers, rows scheduled; None: as ``facts`` say
+    survival: Transfer | None = None  # [R, G] float32 on its way to the host; None: not drafted, or not scheduled
 
     def copy_to_cpu(self, *args: Any, **kwargs: Any) -> None:
         """Ours first: the host's copies end with the event that it waits for."""
@@ -55,14 +59,18 @@ class ObservedResult(GenerationBatchResult):
 class StepObserver:
     """Counts the steps of a server, in the order in which the host processes their results."""
 
-    def __init__(self, gamma: int, slots: int) -> None:
+    def __init__(self, gamma: int, slots: int, records: int | None = None) -> None:
         """Args:
         gamma: drafts per block.
         slots: request slots of the host.
+        records: request steps to keep; None: none.
         """
         self._window = gamma + 1
         self.counters = StepCounters(gamma, slots)
+        self.calibration = CalibrationWindows(gamma)
+        self.records = None if records is None else StepRecords(records)
         self._logged: dict[str, int] = {}
+        self._temperature, self._generation = np.zeros(slots), np.full(slots, -1, dtype=np.int64)  # by slot
 
     def processed(self, result: ObservedResult, batch: ScheduleBatch, tokens: list[list[int]]) -> None:
         """Count a step whose results are on the host.
@@ -81,20 +89,50 @@ class StepObserver:
         if result.windows is not None:
             windows = result.windows.numpy()
         ceiling = None if result.block_accept_lens is None else result.block_accept_lens.numpy()
-        self.counters.add(facts, StepCounts(windows, result.accepted.numpy(), ceiling), time.monotonic())
+        counts, now = StepCounts(windows, result.accepted.numpy(), ceiling), time.monotonic()
+        self.counters.add(facts, counts, now)
+        survival = self._judge(result.survival, facts, counts, batch)
+        if self.records is not None:
+            self.records.add(facts, counts, survival, now)
         taken = sum(map(len, tokens))
         # The host walks over its requests right here as well.
         ended = sum(len(run) for run, req in zip(tokens, batch.reqs, strict=True) if req.is_retracted or req.finished())
         self.counters.deliver(taken - ended, ended, int(lens.sum()) - taken)
 
+    def _judge(
+        self, transfer: Transfer | None, facts: StepFacts, counts: StepCounts, batch: ScheduleBatch
+    ) -> np.ndarray | None:
+        """Hold survivals against what was accepted; returns them, [R, G] float32."""
+        if transfer is None:
+            return None
+        # There, since they were sent before the results; kept, since their buffer is used again a few steps later.
+        survival = transfer.values().copy()
+        for place in np.flatnonzero(self._generation[facts.slots] != facts.generations):  # requests not seen before
+            params, slot = batch.reqs[place].sampling_params, facts.slots[place]
+            self._temperature[slot] = 0.0 if params.top_k == 1 else params.temperature
+            self._generation[slot] = facts.generations[place]
+        temperature = self._temperature[facts.slots]
+        tested = np.minimum(counts.windows, self._window - 1)
+        self.calibration.add(BlockFacts(survival, tested, counts.accepted, temperature))
+        return survival
+
     def clear(self) -> None:
-        """Set the server's counters to zero."""
+        """Set the server's counters to zero, and forget blocks and records."""
         self._logged = {}
         self.counters.clear()
+        self.calibration.clear()
+        if self.records is not None:
+            self.records.clear()
 
     def samples(self, budgets: BudgetScheduler) -> Iterator[Sample]:
         """What is exported."""
-        return samples(self.counters.statistics(), *budgets.confidences())
+        yield from samples(self.counters.statistics(), *budgets.confidences())
+        yield from calibration_samples(self.calibration.totals())
+
+    def dump(self) -> dict[str, Any]:
+        """For ``/server_info``."""
+        found = {"counters": self.counters.statistics(), "calibration": self.calibration.statistics()}
+        return found if self.records is None else found | {"step_records": self.records.dump().model_dump()}
 
     def log_suffix(self) -> str | None:
         """What the host appends to its decode log line: the rows and drafts since the last one."""

@@ -40,6 +40,7 @@ from dspark.observe.counters import StepFacts
 from dspark.observe.prometheus import Exporter
 from dspark.types import StepOutcome
 from dspark.worker.budget import BudgetScheduler
+from dspark.worker.relay import Transfer
 from dspark.worker.replay import Replay
 from dspark.worker.step import DecodeStep, first_tokens
 
@@ -137,7 +138,7 @@ class DSparkWorker(BaseSpecWorker):
         class_of = None if self._calibration is None else self._calibration.of
         seed, vocab = self._target_worker.random_seed, self.spec.vocab_size
         self._requests = RequestTable(rows, self.device, seed, vocab, class_of)
-        self._observer = StepObserver(self.spec.gamma, rows)
+        self._observer = StepObserver(self.spec.gamma, rows, self.settings.step_records)
         self.simulated = build_replay(self.settings, self.spec.gamma, self._requests)
         self._step = DecodeStep(self._draft_net, self._target_net, self.simulated)
         logger.info("dspark: %.2f GiB for penalties and biases of %d requests", rows * vocab * 8 / 2**30, rows)
@@ -278,16 +279,16 @@ class DSparkWorker(BaseSpecWorker):
             self._recording.blocks(batch, inputs, outcome, self._target_net.logits)
             if extras is not None:
                 extras.keep(self._target_net.logits, outcome.plan.index())
-        self._budgets.publish(outcome.survival, forwarded)
+        survival = self._budgets.publish(outcome.survival, forwarded)
         self._recording.step(batch, self._budgets, budget, outcome, forwarded)
         output = LogitsProcessorOutput(next_token_logits=None) if refusal is None else self._target_net.output
         if extras is not None:
             extras.attach(output, outcome.accept.tokens)
         facts = self._budgets.facts(int(batch.forward_iter), forwarded, refusal)
-        return self._result(outcome, output, facts)
+        return self._result(outcome, output, facts, survival)
 
     def _result(
-        self, outcome: StepOutcome, output: LogitsProcessorOutput | None, facts: StepFacts
+        self, outcome: StepOutcome, output: LogitsProcessorOutput | None, facts: StepFacts, survival: Transfer | None
     ) -> GenerationBatchResult:
         accept, windows = outcome.accept, outcome.plan.verify_lens
         scheduled = self._budgets is not None and self._budgets.schedules
@@ -304,6 +305,7 @@ class DSparkWorker(BaseSpecWorker):
             observer=self._observer,
             facts=facts,
             accepted=accept.accepted,
+            survival=survival,
             windows=windows if facts.drafted and facts.drafts < windows.shape[0] * self.spec.gamma else None,
         )
 
@@ -357,8 +359,10 @@ class DSparkWorker(BaseSpecWorker):
         self._budgets.pin(frac)
 
     def block_accept_estimate_log_suffix(self) -> str | None:
-        """Suffix for the decode log line: the ceiling under trimming is not estimated yet."""
-        return None if self.simulated is None else f"SIMULATED acceptance: {self.simulated.selected}"
+        """Suffix for the decode log line: rows and drafts since the last one."""
+        simulated = None if self.simulated is None else f"SIMULATED acceptance: {self.simulated.selected}"
+        counted = None if self._observer is None else self._observer.log_suffix()
+        return ", ".join(part for part in (counted, simulated) if part) or None
 
     def note_request_finished(self, *, rid: str, natural_stop: bool) -> None:
         """Nothing is kept per request."""
@@ -380,7 +384,7 @@ class DSparkWorker(BaseSpecWorker):
     def dump_info_records(self) -> dict[str, Any]:
         """What ``/server_info`` shows as ``dspark_info_record``."""
         loaded = sorted(name for name in sys.modules if name.startswith(compat.BUILTIN_MODULES))
-        counters = None if self._observer is None else self._observer.counters.statistics()
+        observed = {"counters": {}} if self._observer is None else self._observer.dump()
         record: dict[str, Any] = {
             "implementation": "plugin",
             "version": takeover.version(),
@@ -389,8 +393,7 @@ class DSparkWorker(BaseSpecWorker):
             "simulated": None if self.simulated is None else self.simulated.describe(),
             "builtin_modules_loaded": loaded,
             "schedule": None if self._budgets is None else self._budgets.statistics(),
-            "counters": counters,
-            "eager_steps": {} if counters is None else counters["graph_misses"],
+            "eager_steps": observed["counters"].get("graph_misses", {}),
             "graphs": None if self._graphs is None else self._graphs.statistics(),
         }
-        return record | self._recording.dump()
+        return record | observed | self._recording.dump()

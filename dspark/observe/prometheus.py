@@ -31,6 +31,10 @@ COUNTERS: dict[str, tuple[str, str | None]] = {
     "position_tested": ("Drafts tested, by place in the block.", "position"),
     "position_reached": ("Drafts tested with all drafts before them accepted, by place in the block.", "position"),
     "position_accepted": ("Drafts accepted, by place in the block.", "position"),
+    "calibration_judged": ("Drafts tested whose survival the host has, by place in the block.", "position"),
+    "calibration_censored": ("Drafts left out whose survival the host has, by place in the block.", "position"),
+    "calibration_predicted": ("Sum of the survivals of the judged drafts.", "position"),
+    "calibration_accepted": ("Judged drafts that were accepted, by place in the block.", "position"),
     "tier_steps": ("Steps by the rows that the target forwarded, padding included.", "rows"),
     "graph_misses": ("Steps that ran without a CUDA graph, by reason.", "reason"),
     "budget_reasons": ("Steps by why their budget was what it was.", "reason"),
@@ -86,6 +90,12 @@ def samples(counters: Mapping[str, Any], found: Mapping[str, int], late: int) ->
     }
     yield from ((name, value, count) for name, counts in labelled.items() for value, count in counts.items())
     yield from ((name, None, count) for name, count in plain.items())
+
+
+def calibration_samples(totals: Mapping[str, list[float]]) -> Iterator[Sample]:
+    """Samples of ``CalibrationWindows.totals``."""
+    for name, sums in totals.items():
+        yield from ((f"calibration_{name}", str(place), total) for place, total in enumerate(sums, 1))
 
 
 def _places(counts: list[int], first: int) -> dict[str, int]:

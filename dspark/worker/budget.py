@@ -18,7 +18,7 @@ from dspark.scheduler.refine import Refinement
 from dspark.scheduler.tier_costs import TierCosts
 from dspark.types import StepBudget
 from dspark.worker.learning import CostLearner, StepNote, TrustLearner
-from dspark.worker.relay import ConfidenceRelay
+from dspark.worker.relay import ConfidenceRelay, Transfer
 
 FREE_PROBES = 4  # of a server: once, a few steps' time
 
@@ -118,16 +118,18 @@ class BudgetScheduler:
         if self._learner is not None and times:
             self._learner.learn(times)
 
-    def publish(self, survival: torch.Tensor | None, forwarded: int) -> None:
+    def publish(self, survival: torch.Tensor | None, forwarded: int) -> Transfer | None:
         """Hand over what the step that was decided last has done.
 
         Args:
             survival: [R, G] float32 on the device; None if it did not draft.
             forwarded: rows that the target forwarded, padding included.
+
+        Returns:
+            The survivals on their way to the host (``ConfidenceRelay.publish``); None if nobody there asks for them.
         """
         self._count(forwarded)
-        if self.schedules:
-            self._relay.publish(self._step, *self._requests, survival)
+        return self._relay.publish(self._step, *self._requests, survival) if self.schedules else None
 
     def _schedule(self, slots: np.ndarray, generations: np.ndarray, context_tokens: float) -> None:
         """Plan the step. A pinned one is planned as well, so that relay and prior stay warm for the time after."""

@@ -75,19 +75,26 @@ class ConfidenceRelay:
         self.waits = 0  # entries that were not there when they were needed
         self.found = dict.fromkeys((Found.FRESH, Found.NO_DRAFT, Found.MISSING), 0)
 
-    def publish(self, step: int, slots: np.ndarray, generations: np.ndarray, survival: torch.Tensor | None) -> None:
+    def publish(
+        self, step: int, slots: np.ndarray, generations: np.ndarray, survival: torch.Tensor | None
+    ) -> Transfer | None:
         """Hand over what ``step`` knew; None if it did not draft.
 
         Args:
             step: number of the decode step, increasing.
             slots, generations: [R] int64, request slots of the step and their generations.
             survival: [R, G] float32 on the device of the step.
+
+        Returns:
+            The copy under way, whose values hold until the step ``RING`` steps later is published; None without one.
         """
         entry = Entry(step, slots, generations, drafted=survival is not None)
-        if survival is not None:
-            self._transfers[step] = self._buffers.start(step, survival)
+        transfer = None if survival is None else self._buffers.start(step, survival)
+        if transfer is not None:
+            self._transfers[step] = transfer
         self._history = self._history.publish(entry)
         self._transfers.pop(step - RING + 1, None)
+        return transfer
 
     def survival(self, step: int, slots: np.ndarray, generations: np.ndarray) -> Lookup:
         """Survival from exactly two steps before ``step`` (``history.lookup``), of the prior where there is none.

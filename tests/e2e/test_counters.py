@@ -12,7 +12,9 @@ from typing import Any
 import pytest
 import requests
 
+from dspark.__main__ import main
 from dspark.demo.server import ServerProcess
+from dspark.observe.records import fetch
 from tests.e2e.conftest import DSPARK, cost_table, record, serve, set_state
 
 PROMPTS = [
@@ -26,7 +28,7 @@ PROMPTS = [
 @pytest.fixture(scope="module")
 def server(target: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
     flags = ["--enable-metrics", "--max-running-requests", "8", *cost_table(tmp_path_factory.mktemp("counters"))]
-    env = {"SGLANG_DSPARK_DEBUG_DUMP": "reqs", "SGLANG_DSPARK_STATIC_STEP": "1"}
+    env = {"SGLANG_DSPARK_DEBUG_DUMP": "reqs", "SGLANG_DSPARK_STATIC_STEP": "1", "SGLANG_DSPARK_STEP_RECORDS": "50000"}
     with serve(target, *DSPARK, *flags, **env) as running:
         yield running
 
@@ -78,6 +80,41 @@ def test_counters_equal_the_step_records(server: ServerProcess, answers: list[di
     assert counters["reasons"] == count_by(step["reason"] for step in found["steps"])
     everything_passed = sum(step["accepted"] == step["verify_len"] for step in steps)
     assert counters["trimmed_all_accepted"] == everything_passed > 0
+
+
+def test_calibration_is_of_every_drafted_block(server: ServerProcess, answers: list[dict[str, Any]]) -> None:
+    found = record(server)
+    steps = [request for step in found["steps"] for request in step["requests"] if request["survival"]]
+    calibration = found["calibration"]
+    assert calibration["invalid"] == 0
+    assert set(calibration["classes"]) == {"greedy", "to_1"}
+    gamma = found["gamma"]
+    for place in range(1, gamma + 1):
+        judged = [step for step in steps if step["verify_len"] >= place]
+        totals = {name: sums[place - 1] for name, sums in calibration["totals"].items()}
+        assert (totals["judged"], totals["censored"]) == (len(judged), len(steps) - len(judged))
+        assert totals["accepted"] == sum(step["accepted"] >= place for step in judged)
+        assert totals["predicted"] == pytest.approx(sum(step["survival"][place - 1] for step in judged), rel=1e-4)
+
+
+def test_records_without_a_wait_equal_those_with_one(
+    server: ServerProcess, answers: list[dict[str, Any]], tmp_path: Path
+) -> None:
+    found, dump = record(server), fetch(server.url)
+    assert dump.dropped_steps == 0
+    assert [step.iteration for step in dump.steps] == [step["step"] for step in found["steps"]]
+    for ours, theirs in zip(dump.steps, found["steps"], strict=True):
+        assert (ours.reason, ours.forwarded_rows) == (theirs["reason"], theirs["forwarded_rows"])
+        for request, other in zip(ours.requests, theirs["requests"], strict=True):
+            assert (request.rows, request.accepted) == (other["verify_len"], other["accepted"])
+            assert request.committed == len(other["committed"])
+            assert request.survival == pytest.approx(other["survival"], abs=1e-5)
+    assert main(["records", "--url", server.url, "--out", str(tmp_path / "steps.parquet")]) == 0
+
+
+def test_the_decode_log_line_says_what_became_of_rows(server: ServerProcess, answers: list[dict[str, Any]]) -> None:
+    lines = [line for line in server.log_path.read_text().splitlines() if "Decode batch" in line]
+    assert any(re.search(r"dspark: rows \d\.\d\d, tested drafts accepted \d\.\d\d", line) for line in lines), lines
 
 
 def count_by(values: Iterator[str]) -> dict[str, int]:

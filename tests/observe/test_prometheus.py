@@ -8,8 +8,9 @@ import numpy as np
 import pytest
 from prometheus_client import REGISTRY
 
+from dspark.observe.calibration import CalibrationWindows
 from dspark.observe.counters import StepCounters, StepCounts
-from dspark.observe.prometheus import COUNTERS, PREFIX, Exporter, Sample, samples
+from dspark.observe.prometheus import COUNTERS, PREFIX, Exporter, Sample, calibration_samples, samples
 from tests.observe.test_counters import GAMMA, SLOTS, facts, random_steps
 
 RELAY = {"fresh": 7, "missing": 1}, 2
@@ -66,6 +67,7 @@ def test_only_what_is_new_is_added_and_a_clear_loses_nothing() -> None:
 def test_every_metric_has_samples_and_every_sample_its_metric() -> None:
     counters, _, _ = random_steps(30, seed=9)
     found: list[Sample] = list(samples(counters.statistics(), *RELAY))
+    found += calibration_samples(CalibrationWindows(GAMMA).totals())
     empty = {"graph_misses"}  # nothing missed here
     assert {name for name, _, _ in found} == set(COUNTERS) - empty
     assert all((label is None) == (COUNTERS[name][1] is None) for name, label, _ in found)
