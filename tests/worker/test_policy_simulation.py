@@ -43,7 +43,6 @@ CASES = [
     ("gpu", 128, "middle", "cut off", "rows cheap"),
     ("gpu", 256, "high", "too low", "right"),
     ("dear draft", 1, "middle", "cut off", "plain dear"),
-    ),
     ("dear draft", 8, "hopeless", "too high", "plain dear"),
     ("dear draft", 32, "middle", "too low", "draft dear"),
     ("dear draft", 128, "low", "calibrated", "draft cheap"),
