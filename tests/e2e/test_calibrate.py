@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import math
+import subprocess
+import sys
 import zlib
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -83,3 +85,11 @@ def test_the_command_fits_what_a_running_server_writes(
     assert table.provenance is not None
     assert table.provenance.mode == "static"
     assert out.with_suffix(".png").stat().st_size > 1000
+
+
+def test_the_hosts_own_fitter_reads_the_same_shards(server: ServerProcess, tmp_path: Path) -> None:
+    shards, out = Path(record(server)["collect_path"]).parent / "blocks.*.pt", tmp_path / "host.json"
+    command = [sys.executable, "-m", "sglang.benchmark.dspark_sts_fit", "--data-glob", str(shards), "--out", str(out)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr[-2000:]
+    assert len(load_sts(out, GAMMA).plain.temperatures) == GAMMA, "and ours reads what it writes"
