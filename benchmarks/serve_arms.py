@@ -65,7 +65,9 @@ def start(args: argparse.Namespace, engine: str, table: Path | None) -> ServerPr
     """
     most = str(max(args.batches))
     flags = ["--model-path", str(args.target), *device_args(args.device), *shlex.split(args.server_args)]
-    flags += ["--max-running-requests", most, "--decode-log-interval", str(args.log_interval)]
+    # One more than the largest batch: a prompt of which a chunk is left takes a place, and the batch would never be full.
+    flags += ["--max-running-requests", str(max(args.batches) + 1)]
+    flags += ["--decode-log-interval", str(args.log_interval)]
     if args.device != "cpu":
         flags += ["--cuda-graph-max-bs-decode", most]
     environment = dict(ENVIRONMENT.get(engine, {}))
