@@ -65,7 +65,7 @@ def start(args: argparse.Namespace, engine: str, table: Path | None) -> ServerPr
     """
     most = str(max(args.batches))
     flags = ["--model-path", str(args.target), *device_args(args.device), *shlex.split(args.server_args)]
-    # One more than the largest batch: a prompt of which a chunk is left takes a place, and the batch would never be full.
+    # One more than the largest batch: a prompt of which a chunk is left takes a place, or the batch is never full.
     flags += ["--max-running-requests", str(max(args.batches) + 1)]
     flags += ["--decode-log-interval", str(args.log_interval)]
     if args.device != "cpu":
