@@ -77,8 +77,8 @@ def test_no_fixed_policy_is_much_faster(surface: str, requests: int, level: str,
     assert done.rate >= SHARE * best
 
 
-@pytest.mark.parametrize("surface", ["gpu", "gapped", "host"])
-@pytest.mark.parametrize("requests", [1, 8, 64])
+@pytest.mark.parametrize("surface", ["gapped", "host"])
+@pytest.mark.parametrize("requests", [1, 64])
 @pytest.mark.parametrize("levels", [("high", "hopeless"), ("hopeless", "high"), ("middle", "low")])
 def test_another_workload_finds_its_policy(surface: str, requests: int, levels: tuple[str, str]) -> None:
     """What was learned of one workload's steps must not keep the next one from what is best for it."""
