@@ -12,14 +12,13 @@ import functools
 import json
 import shlex
 from collections.abc import Iterator, Sequence
-from pathlib import Path
 from typing import Any
 
 from rich.console import Console
 from rich.progress import Progress, TaskID
 
 from dspark.bench.report import OURS, figures, table, verdict
-from dspark.bench.traffic import Request, load_prompts, run_load
+from dspark.bench.traffic import Request, load_prompts, run_load, shipped_prompts
 from dspark.demo.display import StartProgress
 from dspark.demo.server import ServerProcess, default_device, device_args
 from dspark.errors import ConfigError
@@ -43,7 +42,7 @@ def main(args: argparse.Namespace) -> int:
         DSparkError: bad options, or a server that does not start or answer.
     """
     console = Console(highlight=False, soft_wrap=True)
-    prompts = load_prompts(args.prompts or _shipped())
+    prompts = load_prompts(args.prompts or shipped_prompts())
     concurrencies = [_positive(part, "--concurrency") for part in args.concurrency.split(",")]
     rows: list[dict[str, Any]] = []
     for arm, server in _servers(args, console, max(concurrencies)):
@@ -58,13 +57,6 @@ def main(args: argparse.Namespace) -> int:
         args.out.write_text(json.dumps(result, indent=1) + "\n")
     print(json.dumps(result), flush=True)
     return 0
-
-
-def _shipped() -> Path:
-    folder = Path(__file__).resolve().parents[2] / "examples" / "prompts"
-    if not folder.is_dir():
-        raise ConfigError(f"found no {folder}; required are prompts: pass --prompts FILE")
-    return folder
 
 
 def _positive(text: str, flag: str) -> int:

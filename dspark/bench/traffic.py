@@ -53,6 +53,18 @@ class Request:
     chat: bool  # as a chat message, with the server's template; else as it is
 
 
+def shipped_prompts() -> Path:
+    """Folder of the prompts that come with the repository.
+
+    Raises:
+        ConfigError: it is not there, as in an installed package.
+    """
+    folder = Path(__file__).resolve().parents[2] / "examples" / "prompts"
+    if not folder.is_dir():
+        raise ConfigError(f"found no {folder}; required are prompts: pass --prompts FILE")
+    return folder
+
+
 def load_prompts(path: Path) -> list[str]:
     """Prompts of a file, or of all ``*.jsonl`` files of a folder.
 

@@ -21,7 +21,7 @@ import numpy as np
 from rich.console import Console
 from rich.progress import MofNCompleteColumn, Progress
 
-from dspark.bench.traffic import load_prompts
+from dspark.bench.traffic import load_prompts, shipped_prompts
 from dspark.calibrate import report, shards
 from dspark.calibrate.fit import Fitted, fit_blocks
 from dspark.calibrate.shards import Blocks
@@ -94,7 +94,7 @@ def _collect(
     args: argparse.Namespace, console: Console, temperatures: Sequence[float]
 ) -> tuple[Blocks, np.ndarray, StsProvenance]:
     """Blocks of all temperatures, their prompts, and where they come from."""
-    prompts = [one for path in args.prompts or [_shipped()] for one in load_prompts(path)]
+    prompts = [one for path in args.prompts or [shipped_prompts()] for one in load_prompts(path)]
     with contextlib.ExitStack() as stack:
         url = args.url or _start(args, console, stack).url
         traffic = Traffic(url, prompts, args.concurrency, args.max_new_tokens)
@@ -153,13 +153,6 @@ def _shards(stem: str) -> list[Path]:
             "machine; run this command there"
         )
     return found
-
-
-def _shipped() -> Path:
-    folder = Path(__file__).resolve().parents[2] / "examples" / "prompts"
-    if not folder.is_dir():
-        raise ConfigError(f"found no {folder}; required are prompts: pass --prompts FILE")
-    return folder
 
 
 def _file(args: argparse.Namespace, fitted: Fitted, provenance: StsProvenance) -> str:
