@@ -41,6 +41,13 @@ def resident_mib(pid: int) -> float:
     return round(pages * os.sysconf("SC_PAGE_SIZE") / MIB, 1)
 
 
+def reserved_mib(info: dict[str, Any]) -> float | None:
+    """Of a ``/server_info``: what our worker's process holds of the GPU; None on a CPU and of other workers."""
+    record = info["internal_states"][0].get("dspark_info_record") or {}
+    memory = record.get("device_memory")
+    return None if memory is None else float(memory["reserved_mib"])
+
+
 def gpu_mib() -> float | None:
     """Memory in use on the GPU, by everybody; None without one."""
     import torch

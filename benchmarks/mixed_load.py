@@ -9,9 +9,9 @@ pinned and released. Now and then the load pauses: the server must be idle soon,
 flushed. The host audits its pools after every step (``--no-audit`` switches that off) and at every pause.
 
 Memory is compared between pauses, the last with the largest of the first third: resident memory of the scheduler
-process, and memory in use on the GPU (which nobody else may use meanwhile). Before the clock starts, the whole KV pool
-is written once: a CPU commits its pages by then. The last line is JSON; the exit code is 1 after a crash, a loss, a
-leak, growth beyond ``--allowed-growth-mib``, or an error in the server's log.
+process, and GPU memory that our worker's process holds (of the other arms: what everybody uses). Before the clock
+starts, the whole KV pool is written once: a CPU commits its pages by then. The last line is JSON; the exit code is 1
+after a crash, a loss, a leak, growth beyond ``--allowed-growth-mib``, or an error in the server's log.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from typing import Any
 import requests
 
 from benchmarks import machine
-from benchmarks.load_memory import MemoryWatch
+from benchmarks.load_memory import MemoryWatch, reserved_mib
 from benchmarks.load_requests import Book, Request, RequestSource, Seen, base_texts, grown
 from dspark.demo.prompts import PROMPTS
 from dspark.demo.server import ServerProcess, default_device, device_args
@@ -133,6 +133,9 @@ def idle_point(server: ServerProcess, watch: MemoryWatch, started: float) -> dic
         point["free"] = False
     time.sleep(1)
     point |= watch.sample()
+    own = reserved_mib(server.server_info())
+    if own is not None:
+        point["gpu_mib"] = own
     print(f"idle after {point['seconds']:.0f} s: {point}", file=sys.stderr, flush=True)
     return point
 

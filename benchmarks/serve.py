@@ -4,9 +4,11 @@
     python -m benchmarks.serve --target TARGET --draft DRAFT --prompts examples/prompts --out serve_h200.json
     python -m benchmarks.serve --verdict serve_h200.json
 
-One server per arm and model. A round sends ``batch`` greedy requests in one HTTP request, as SGLang's
-``one_batch_server`` does, and takes tokens per second from the lines that the host's scheduler logs while all of them
-decode: prefill and the tail in which some have finished do not count, and all arms see the same contexts.
+One server per arm and model, one after the other, or ``--resident N`` of them on the GPU at once: then they start side
+by side, the cells of one batch follow each other, and the machine drifts for all arms alike. A round sends ``batch``
+greedy requests in one HTTP request, as SGLang's ``one_batch_server`` does, and takes tokens per second from the lines
+that the host's scheduler logs while all of them decode: prefill and the tail in which some have finished do not count,
+and all arms see the same contexts.
 ``--cross-check BATCH`` runs ``sglang.benchmark.one_batch_server`` itself against each server too and stores its result.
 
 Acceptance: ``real`` with weights; else the levels high, middle, low and hopeless, which our server replays live and
@@ -26,6 +28,8 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -99,28 +103,105 @@ def cells_of(args: argparse.Namespace, engine: str, results: Results) -> list[se
     return [cell for cell in found if not results.has(cell.kind, model=args.model, **cell.key)]
 
 
-def run_engine(args: argparse.Namespace, engine: str, results: Results, console: Console) -> None:
-    """Start the server of an engine and measure its cells."""
-    cells = cells_of(args, engine, results)
-    if not cells:
-        console.print(f"{engine}: nothing left to measure")
-        return
-    table = serve_arms.measured_table(args)
-    if engine == "builtin-compact" and args.real and table is None:
-        raise SystemExit(
-            "found no cost table for the built-in; required is --table, or a run of ours before (same --out)"
-        )
-    with serve_arms.start(args, engine, table) as server:
-        print(file=sys.stderr)
-        bench = serve_cells.Bench(args, server)
-        for number, cell in enumerate(cells, start=1):
-            entry = bench.measure(cell)
-            results.add(cell.kind, {"model": args.model, **entry})
-            console.print(f"{engine} {number}/{len(cells)}: {serve_cells.describe(entry)}")
+class Running:
+    """The server of an engine and the cells that it has left to measure; a context manager around the server."""
+
+    def __init__(self, args: argparse.Namespace, engine: str, results: Results) -> None:
+        table = serve_arms.measured_table(args)
+        if engine == "builtin-compact" and args.real and table is None:
+            raise HostError(
+                "found no cost table for the built-in; required is --table, or a run of ours before (same --out)"
+            )
+        self.cells = cells_of(args, engine, results)
+        self._args, self._engine, self._results = args, engine, results
+        self._server = serve_arms.start(args, engine, table)
+        self._bench: serve_cells.Bench | None = None
+
+    def __enter__(self) -> Running:
+        """Raises: HostError: the server does not start."""
+        self._server.__enter__()
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        self._server.__exit__(*error)
+
+    def measure(self, cell: serve_cells.Cell, console: Console) -> None:
+        """Measure one cell and write it down; after the last one, what the server says of itself."""
+        self._bench = self._bench or serve_cells.Bench(self._args, self._server)
+        entry = self._bench.measure(cell)
+        self._results.add(cell.kind, {"model": self._args.model, **entry})
+        self.cells.remove(cell)
+        console.print(f"{self._engine}, {len(self.cells)} cells left: {serve_cells.describe(entry)}")
+        if not self.cells:
+            self._finish()
+
+    def _finish(self) -> None:
+        args, name = self._args, f"{self._args.model} {self._engine}"
         if args.cross_check:
-            results.add("checks", {"model": args.model, "engine": engine, **cross_check(args, server)})
-        results.value.setdefault("servers", {})[f"{args.model} {engine}"] = serve_cells.server_facts(server)
-        results.write()
+            found = cross_check(args, self._server)
+            self._results.add("checks", {"model": args.model, "engine": self._engine, **found})
+        self._results.value.setdefault("servers", {})[name] = serve_cells.server_facts(self._server)
+        self._results.write()
+
+
+def run_groups(
+    args: argparse.Namespace, groups: Sequence[Sequence[str]], results: Results, console: Console
+) -> list[str]:
+    """Start the engines of a group side by side, the groups in order, and measure once none is left to start.
+
+    Before a group that does not fit beside the others, engines are measured to their end and stopped, oldest first.
+
+    Returns:
+        What failed: one arm that does must not cost the others their time on the machine.
+    """
+    failures: list[str] = []
+    running: dict[str, tuple[Running, ExitStack]] = {}
+    with ExitStack() as stack:
+        for group in groups:
+            wanted = [engine for engine in group if cells_of(args, engine, results)]
+            while running and len(running) + len(wanted) > args.resident:
+                oldest = next(iter(running))
+                measured, exits = running.pop(oldest)
+                failures += measure_all(args, {oldest: measured}, console)
+                exits.close()
+            with ThreadPoolExecutor(max(1, len(wanted))) as starters:
+                own = {engine: stack.enter_context(ExitStack()) for engine in wanted}
+                futures = {engine: starters.submit(start, args, engine, results, own[engine]) for engine in wanted}
+            print(file=sys.stderr)
+            for engine, future in futures.items():
+                try:
+                    running[engine] = (future.result(), own[engine])
+                except HostError as error:
+                    failures.append(f"{engine}: {error}")
+        failures += measure_all(args, {engine: one for engine, (one, _) in running.items()}, console)
+    return failures
+
+
+def start(args: argparse.Namespace, engine: str, results: Results, exits: ExitStack) -> Running:
+    """Start an engine; ``exits`` stops it."""
+    return exits.enter_context(Running(args, engine, results))
+
+
+def measure_all(args: argparse.Namespace, running: dict[str, Running], console: Console) -> list[str]:
+    """All cells of some servers: step times and plain decoding first, then level by level; by batch within these.
+
+    Returns:
+        What failed; a server that failed once is not asked again.
+    """
+    kinds = ["", verdict.ANY, *args.levels]
+    todo = [
+        (kinds.index(cell.acceptance), cell.batch, order, engine, cell)
+        for order, (engine, one) in enumerate(running.items())
+        for cell in one.cells
+    ]
+    failures: dict[str, str] = {}
+    for *_, engine, cell in sorted(todo, key=lambda entry: entry[:3]):
+        if engine not in failures:
+            try:
+                running[engine].measure(cell, console)
+            except HostError as error:
+                failures[engine] = f"{engine}: {error}"
+    return list(failures.values())
 
 
 def cross_check(args: argparse.Namespace, server: ServerProcess) -> dict[str, Any]:
@@ -196,6 +277,7 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
         action="store_true",
         help="a server of its own for dspark-static, instead of pinned full windows",
     )
+    add("--resident", type=int, default=1, metavar="N", help="servers on the GPU at once; all have to fit its memory")
     add("--table", type=Path, help="cost table for both compact arms; default: ours measures, the built-in gets that")
     add("--cross-check", type=int, default=0, metavar="BATCH")
     add("--device", default=default_device())
@@ -212,17 +294,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     if args.verdict:
         finish(Results.merged(args.verdict, args.out), console)
         return 0
-    failures: list[str] = []
     with tempfile.TemporaryDirectory(prefix=f"{args.model}-") as folder:
         serve_arms.resolve_model(args, Path(folder))
         results = Results(args.out, command)
-        # Ours first: what it measures is the built-in's table.
-        for engine in serve_arms.engines(args):
-            try:
-                run_engine(args, engine, results, console)
-            except HostError as error:  # one arm that fails must not cost the others their time on the machine
-                failures.append(f"{engine}: {error}")
-                console.print(f"[red]{engine} failed:[/red] {escape(str(error))}")
+        one_by_one = [[engine] for engine in serve_arms.engines(args)]
+        failures = run_groups(args, serve_arms.groups(args) if args.resident > 1 else one_by_one, results, console)
+        for failure in failures:
+            console.print(f"[red]failed:[/red] {escape(failure)}")
     finish(results, console)
     print(json.dumps({"rows": results.value["rows"], "verdicts": results.value["verdicts"], "failures": failures}))
     return 1 if failures else 0

@@ -70,6 +70,8 @@ def start(args: argparse.Namespace, engine: str, table: Path | None) -> ServerPr
     flags += ["--decode-log-interval", str(args.log_interval)]
     if args.device != "cpu":
         flags += ["--cuda-graph-max-bs-decode", most]
+    if args.resident > 1 and args.device != "cpu":
+        flags += ["--sleep-on-idle"]  # a scheduler without work would poll with a core that another arm may need
     environment = dict(ENVIRONMENT.get(engine, {}))
     if engine == "eagle":
         flags += ["--speculative-algorithm", "EAGLE", "--speculative-draft-model-path", str(args.eagle), *_EAGLE]
@@ -120,6 +122,18 @@ def engines(args: argparse.Namespace) -> list[str]:
         raise SystemExit(f"found arms {args.arms}; required are some of {', '.join(ARMS)}, and --eagle for eagle")
     wanted = {engine_of(arm, args.own_static) for arm in args.arms}
     return [engine for engine in _ORDER if engine in wanted]
+
+
+def groups(args: argparse.Namespace) -> list[list[str]]:
+    """Engines that may start side by side, in order: ours times its steps at start and wants the GPU for itself then.
+
+    The built-in's compact arm comes after it where it gets the table that ours has measured.
+    """
+    wanted = engines(args)
+    alone = ["dspark-compact"] if "dspark-compact" in wanted else []
+    after = ["builtin-compact"] if args.real and "builtin-compact" in wanted else []
+    before = [engine for engine in wanted if engine not in (*alone, *after)]
+    return [group for group in (before, alone, after) if group]
 
 
 def tables_folder(args: argparse.Namespace) -> Path:

@@ -1,8 +1,10 @@
-"""Memory that the draft needs, computed from its checkpoint and not from the target's shape."""
+"""Memory that the draft needs, computed from its checkpoint and not from the target's shape, and what is held."""
 
 from __future__ import annotations
 
 from typing import Any
+
+import torch
 
 from dspark.drafter.spec import DraftSpec
 
@@ -58,3 +60,12 @@ def derived_max_running_requests(spec: DraftSpec, device_bytes: int) -> int:
     per_request = spec.vocab_size * (spec.window * _TARGET_ROW_BYTES + spec.gamma * _DRAFT_ROW_BYTES)
     budget = max(_MIN_ACTIVATION_BYTES, device_bytes // _ACTIVATION_SHARE)
     return max(1, min(_MAX_DERIVED_REQUESTS, budget // per_request))
+
+
+def held() -> dict[str, float] | None:
+    """MiB of the GPU that this process's tensors take, and that torch holds for them; None on a CPU."""
+    if not torch.cuda.is_initialized():
+        return None
+    mib = 1 << 20
+    used, reserved = torch.cuda.memory_allocated(), torch.cuda.memory_reserved()
+    return {"allocated_mib": round(used / mib, 1), "reserved_mib": round(reserved / mib, 1)}

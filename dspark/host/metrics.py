@@ -16,7 +16,7 @@ import torch
 from sglang.srt.managers.schedule_batch import Req, ScheduleBatch
 from sglang.srt.managers.scheduler import GenerationBatchResult
 
-from dspark.host import meta_info
+from dspark.host import memory, meta_info
 from dspark.observe.calibration import BlockFacts, CalibrationWindows
 from dspark.observe.counters import StepCounters, StepCounts, StepFacts
 from dspark.observe.prometheus import Exporter, Sample, calibration_samples, samples
@@ -131,7 +131,11 @@ class StepObserver:
 
     def dump(self) -> dict[str, Any]:
         """For ``/server_info``."""
-        found = {"counters": self.counters.statistics(), "calibration": self.calibration.statistics()}
+        found: dict[str, Any] = {
+            "counters": self.counters.statistics(),
+            "calibration": self.calibration.statistics(),
+            "device_memory": memory.held(),
+        }
         return found if self.records is None else found | {"step_records": self.records.dump().model_dump()}
 
     def log_suffix(self) -> str | None:

@@ -160,6 +160,14 @@ def test_with_weights_every_arm_is_measured_live(tmp_path: Path) -> None:
     assert serve_arms.engines(args)[0] == "dspark-compact"
 
 
+def test_ours_starts_alone_and_the_builtin_gets_its_table() -> None:
+    simulated = serve_arms.groups(arguments())
+    assert simulated == [["none", "eagle", "builtin-static", "builtin-compact"], ["dspark-compact"]]
+    real = serve_arms.groups(arguments(real=True, own_static=True))
+    assert real == [["dspark-static", "none", "eagle", "builtin-static"], ["dspark-compact"], ["builtin-compact"]]
+    assert serve_arms.groups(arguments(arms=["none"])) == [["none"]]
+
+
 def test_the_builtin_gets_what_ours_has_measured_in_its_own_schema(tmp_path: Path) -> None:
     args = arguments(out=tmp_path / "out.json", table=None, real=True, input_len=64, tokens=128)
     assert serve_arms.measured_table(args) is None
