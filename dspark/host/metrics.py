@@ -17,10 +17,11 @@ from sglang.srt.managers.schedule_batch import Req, ScheduleBatch
 from sglang.srt.managers.scheduler import GenerationBatchResult
 
 from dspark.host import memory, meta_info
+from dspark.host.simulate import named_class
 from dspark.observe.calibration import BlockFacts, CalibrationWindows
 from dspark.observe.counters import StepCounters, StepCounts, StepFacts
-from dspark.observe.prometheus import Exporter, Sample, calibration_samples, samples
-from dspark.observe.records import StepRecords
+from dspark.observe.prometheus import Distribution, Exporter, Sample, calibration_samples, distributions, samples
+from dspark.observe.records import StepRecords, UserFacts
 from dspark.worker.budget import BudgetScheduler
 from dspark.worker.relay import Transfer
 
@@ -70,7 +71,8 @@ class StepObserver:
         self.calibration = CalibrationWindows(gamma)
         self.records = None if records is None else StepRecords(records)
         self._logged: dict[str, int] = {}
-        self._temperature, self._generation = np.zeros(slots), np.full(slots, -1, dtype=np.int64)  # by slot
+        self._generation = np.full(slots, -1, dtype=np.int64)  # these three by slot
+        self._temperature, self._simulated = np.zeros(slots), np.full(slots, None, dtype=object)
 
     def processed(self, result: ObservedResult, batch: ScheduleBatch, tokens: list[list[int]]) -> None:
         """Count a step whose results are on the host.
@@ -91,29 +93,35 @@ class StepObserver:
         ceiling = None if result.block_accept_lens is None else result.block_accept_lens.numpy()
         counts, now = StepCounts(windows, result.accepted.numpy(), ceiling), time.monotonic()
         self.counters.add(facts, counts, now)
-        survival = self._judge(result.survival, facts, counts, batch)
+        users = None if result.survival is None and self.records is None else self._users(facts, batch)
+        survival = self._judge(result.survival, facts, counts, users)
         if self.records is not None:
-            self.records.add(facts, counts, survival, now)
+            self.records.add(facts, counts, survival, now, users)
         taken = sum(map(len, tokens))
         # The host walks over its requests right here as well.
         ended = sum(len(run) for run, req in zip(tokens, batch.reqs, strict=True) if req.is_retracted or req.finished())
         self.counters.deliver(taken - ended, ended, int(lens.sum()) - taken)
 
+    def _users(self, facts: StepFacts, batch: ScheduleBatch) -> UserFacts:
+        """What the requests of a step asked for; read once per request."""
+        for place in np.flatnonzero(self._generation[facts.slots] != facts.generations):  # requests not seen before
+            params, slot = batch.reqs[place].sampling_params, facts.slots[place]
+            self._temperature[slot] = 0.0 if params.top_k == 1 else params.temperature
+            self._simulated[slot] = named_class(batch.reqs[place])
+            self._generation[slot] = facts.generations[place]
+        return UserFacts(self._temperature[facts.slots], self._simulated[facts.slots])
+
     def _judge(
-        self, transfer: Transfer | None, facts: StepFacts, counts: StepCounts, batch: ScheduleBatch
+        self, transfer: Transfer | None, facts: StepFacts, counts: StepCounts, users: UserFacts | None
     ) -> np.ndarray | None:
         """Hold survivals against what was accepted; returns them, [R, G] float32."""
         if transfer is None:
             return None
+        assert users is not None
         # There, since they were sent before the results; kept, since their buffer is used again a few steps later.
         survival = transfer.values().copy()
-        for place in np.flatnonzero(self._generation[facts.slots] != facts.generations):  # requests not seen before
-            params, slot = batch.reqs[place].sampling_params, facts.slots[place]
-            self._temperature[slot] = 0.0 if params.top_k == 1 else params.temperature
-            self._generation[slot] = facts.generations[place]
-        temperature = self._temperature[facts.slots]
         tested = np.minimum(counts.windows, self._window - 1)
-        self.calibration.add(BlockFacts(survival, tested, counts.accepted, temperature))
+        self.calibration.add(BlockFacts(survival, tested, counts.accepted, users.temperature))
         return survival
 
     def clear(self) -> None:
@@ -124,9 +132,11 @@ class StepObserver:
         if self.records is not None:
             self.records.clear()
 
-    def samples(self, budgets: BudgetScheduler) -> Iterator[Sample]:
+    def samples(self, budgets: BudgetScheduler) -> Iterator[Sample | Distribution]:
         """What is exported."""
-        yield from samples(self.counters.statistics(), *budgets.confidences())
+        counters = self.counters.statistics()
+        yield from samples(counters, *budgets.confidences())
+        yield from distributions(counters)
         yield from calibration_samples(self.calibration.totals())
 
     def dump(self) -> dict[str, Any]:
@@ -158,7 +168,7 @@ class StepObserver:
         meta_info.attach(req, self.counters.request(req.req_pool_idx))
 
 
-def export(worker_reads: Callable[[], Iterator[Sample]], server_args: Any, rank: int) -> Exporter | None:
+def export(worker_reads: Callable[[], Iterator[Sample | Distribution]], server_args: Any, rank: int) -> Exporter | None:
     """Start to export if the server has metrics; ranks other than the first would count the same again."""
     if not server_args.enable_metrics or rank != 0:
         return None

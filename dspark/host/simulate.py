@@ -72,18 +72,19 @@ def build_replay(settings: Settings, gamma: int, requests: RequestTable) -> Repl
 def assign_classes(replay: Replay, batch: Any, requests: RequestTable) -> None:
     """Store the classes that the requests of a prefill batch name; refused ones pass here once, too."""
     names = replay.names
-    indices = [names.index(name) if name in names else -1 for name in map(_named, batch.reqs)]
+    indices = [names.index(name) if name in names else -1 for name in map(named_class, batch.reqs)]
     replay.assign(batch.req_pool_indices.to(torch.int64), requests.staged(indices))
 
 
-def _named(req: Any) -> Any:
+def named_class(req: Any) -> Any:
+    """The class that a request names for itself, as its client has sent it; None: none."""
     params = req.sampling_params.custom_params
     return params.get(REQUEST_KEY) if isinstance(params, dict) else None
 
 
 def refusal(req: Any) -> str | None:
     """Why a request cannot be served with this server's kind of acceptance, or None."""
-    name = _named(req)
+    name = named_class(req)
     if _classes is None:
         if name is None:
             return None

@@ -9,13 +9,20 @@ Two words differ from a scheme in which every window ends in a bonus row: ``rows
 from __future__ import annotations
 
 import threading
-from collections import Counter, deque
+from bisect import bisect_left
+from collections import Counter, defaultdict, deque
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
 FOLD_STEPS = 64  # steps that wait until they are added up
+# Upper bounds of the step times that are counted, a third to a half apart: small models on a GPU to a CPU.
+STEP_BOUNDS_SECONDS = (
+    *(0.001, 0.0015, 0.002, 0.003, 0.004, 0.006, 0.008, 0.012, 0.016, 0.024, 0.032, 0.048, 0.064, 0.096, 0.128),
+    *(0.192, 0.256, 0.384, 0.512, 1.0, 2.0),
+)
+_BY_BATCH = ("steps", "draft_off_steps", "rows", "committed", "timed_steps", "timed_committed")
 
 
 @dataclass(frozen=True)
@@ -126,6 +133,9 @@ class StepCounters:
         self._tiers: Counter[int] = Counter()
         self._time = np.zeros(3)  # steps with both times, predicted and measured seconds
         self._absolute_error = 0.0
+        self._step_seconds = np.zeros(len(STEP_BOUNDS_SECONDS) + 1, dtype=np.int64)  # the last one: longer ones
+        # requests -> sums of _BY_BATCH, and seconds of the timed steps
+        self._by_batch: defaultdict[int, np.ndarray] = defaultdict(lambda: np.zeros(len(_BY_BATCH) + 1))
         self._delivery: Counter[str] = Counter()
         self._last: tuple[int, float] | None = None  # iteration and time of the last result
 
@@ -146,14 +156,14 @@ class StepCounters:
             self._fold_steps([self._pending.popleft() for _ in range(len(self._pending))])
 
     def _fold_steps(self, steps: list[tuple[StepFacts, StepCounts, float]]) -> None:
-        for facts, _, now in steps:
+        for facts, _, _ in steps:
             self._steps["drafted" if facts.drafted else "draft_off"] += 1
             self._reasons[facts.reason] += 1
             self._tiers[facts.forwarded] += 1
             if facts.refusal is not None:
                 self._misses[facts.refusal] += 1
-            self._add_time(facts, now)
         if steps:
+            self._add_batches(steps, [self._add_time(facts, now) for facts, _, now in steps])
             self._renew(
                 np.concatenate([f.slots for f, _, _ in steps]), np.concatenate([f.generations for f, _, _ in steps])
             )
@@ -189,14 +199,29 @@ class StepCounters:
         slots = np.concatenate([facts.slots for facts in steps])
         return slots, np.concatenate([facts.generations for facts in steps]) == self._generation[slots]
 
-    def _add_time(self, facts: StepFacts, now: float) -> None:
+    def _add_time(self, facts: StepFacts, now: float) -> float | None:
         """Only a step whose predecessor was a decode step, right before it, has a time between two results."""
         last, self._last = self._last, (facts.iteration, now)
-        if facts.predicted_seconds is None or last is None or last[0] != facts.iteration - 1:
-            return
+        if last is None or last[0] != facts.iteration - 1:
+            return None
         measured = now - last[1]
-        self._time += (1.0, facts.predicted_seconds, measured)
-        self._absolute_error += abs(facts.predicted_seconds - measured)
+        self._step_seconds[bisect_left(STEP_BOUNDS_SECONDS, measured)] += 1
+        if facts.predicted_seconds is not None:
+            self._time += (1.0, facts.predicted_seconds, measured)
+            self._absolute_error += abs(facts.predicted_seconds - measured)
+        return measured
+
+    def _add_batches(self, steps: list[tuple[StepFacts, StepCounts, float]], seconds: list[float | None]) -> None:
+        requests = np.array([facts.slots.shape[0] for facts, _, _ in steps])
+        windows = np.concatenate([counts.windows for _, counts, _ in steps])
+        committed = np.minimum(np.concatenate([counts.accepted for _, counts, _ in steps]) + 1, windows)
+        rows, tokens = np.add.reduceat(np.stack([windows, committed]), np.cumsum(requests) - requests, axis=1)
+        off = np.array([not facts.drafted for facts, _, _ in steps])
+        timed = np.array([one is not None for one in seconds])
+        measured = np.array([one or 0.0 for one in seconds])
+        sums = np.stack([np.ones(len(steps)), off, rows, tokens, timed, tokens * timed, measured], axis=1)
+        for size in set(requests.tolist()):
+            self._by_batch[size] += sums[requests == size].sum(axis=0)
 
     def deliver(self, delivered: int, after_end: int, by_grammar: int) -> None:
         """Count where the committed tokens of a step went.
@@ -248,6 +273,16 @@ class StepCounters:
             "tiers": {str(rows): count for rows, count in sorted(self._tiers.items())},
             "graph_misses": dict(self._misses),
             "reasons": dict(self._reasons),
+            "by_batch": {
+                str(requests): dict(zip(_BY_BATCH, map(int, sums[:-1]), strict=True))
+                | {"measured_seconds": float(sums[-1])}
+                for requests, sums in sorted(self._by_batch.items())
+            },
+            "step_seconds": {
+                "bounds": list(STEP_BOUNDS_SECONDS),
+                "steps": self._step_seconds.tolist(),
+                "seconds": float(sum(sums[-1] for sums in self._by_batch.values())),
+            },
             "step_time": {
                 "steps": int(self._time[0]),
                 "predicted_seconds": float(self._time[1]),

@@ -1,7 +1,7 @@
 """The counters as Prometheus metrics, written by a thread of their own: a decode step pays nothing for them.
 
-A distribution over a few whole numbers (window sizes, tiers) is one counter with a label per value: exact, additive,
-and without buckets to choose.
+Distributions are counted already when they come here: each export adds differences to the buckets of a histogram. What
+has no order worth a quantile (tiers, places in the block, reasons) is one counter with a label per value.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import threading
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 PREFIX = "sglang:dspark_"
 INTERVAL_SECONDS = 1.0
@@ -26,8 +26,6 @@ COUNTERS: dict[str, tuple[str, str | None]] = {
         "Request steps with less than a full window, by whether all tested drafts passed.",
         "passed",
     ),
-    "window_request_steps": ("Request steps by the rows of their window.", "rows"),
-    "committed_request_steps": ("Request steps with a draft by the tokens that they committed.", "tokens"),
     "position_tested": ("Drafts tested, by place in the block.", "position"),
     "position_reached": ("Drafts tested with all drafts before them accepted, by place in the block.", "position"),
     "position_accepted": ("Drafts accepted, by place in the block.", "position"),
@@ -48,7 +46,23 @@ COUNTERS: dict[str, tuple[str, str | None]] = {
     "step_error_seconds": ("Absolute difference of both times.", None),
 }
 
+# name -> help
+HISTOGRAMS: dict[str, str] = {
+    "window_rows": "Rows of the window of a request step with a draft.",
+    "committed_per_request_step": "Tokens that a request step with a draft committed.",
+    "step_seconds": "Time between the results of a decode step and of the decode step right before it.",
+}
+
 Sample = tuple[str, str | None, float]  # name, label value, sum since the start or the last clear
+
+
+class Distribution(NamedTuple):
+    """What a histogram has observed since the start or the last clear."""
+
+    name: str
+    bounds: tuple[float, ...]  # upper ones, increasing
+    counts: tuple[int, ...]  # per bucket, one more than bounds: what is above the last
+    total: float  # sum of what was observed
 
 
 def samples(counters: Mapping[str, Any], found: Mapping[str, int], late: int) -> Iterator[Sample]:
@@ -69,8 +83,6 @@ def samples(counters: Mapping[str, Any], found: Mapping[str, int], late: int) ->
         "committed_tokens": {name: counters[name] for name in ("accepted", "bonus")},
         "tokens": {name: counters[name] for name in ends},
         "trimmed_request_steps": {"all": passed, "not_all": counters["trimmed_steps"] - passed},
-        "window_request_steps": _places(counters["windows"], 0),
-        "committed_request_steps": _places(counters["committed_histogram"], 0),
         **{f"position_{name}": _places(counts, 1) for name, counts in positions.items()},
         "tier_steps": counters["tiers"],
         "graph_misses": counters["graph_misses"],
@@ -98,6 +110,18 @@ def calibration_samples(totals: Mapping[str, list[float]]) -> Iterator[Sample]:
         yield from ((f"calibration_{name}", str(place), total) for place, total in enumerate(sums, 1))
 
 
+def distributions(counters: Mapping[str, Any]) -> Iterator[Distribution]:
+    """The histograms of ``StepCounters.statistics``."""
+    for name, counts in (
+        ("window_rows", counters["windows"]),
+        ("committed_per_request_step", counters["committed_histogram"]),
+    ):
+        total = sum(place * count for place, count in enumerate(counts))
+        yield Distribution(name, tuple(range(1, len(counts))), (*counts[1:], 0), total)
+    seconds = counters["step_seconds"]
+    yield Distribution("step_seconds", tuple(seconds["bounds"]), tuple(seconds["steps"]), seconds["seconds"])
+
+
 def _places(counts: list[int], first: int) -> dict[str, int]:
     """By place, from ``first`` on; the place 0 of a histogram that starts there is always empty."""
     return {str(place): count for place, count in enumerate(counts, first) if place}
@@ -106,7 +130,7 @@ def _places(counts: list[int], first: int) -> dict[str, int]:
 class Exporter:
     """Adds what has been counted since the last time to Prometheus counters of this process."""
 
-    def __init__(self, read: Callable[[], Iterator[Sample]], labels: Mapping[str, str]) -> None:
+    def __init__(self, read: Callable[[], Iterator[Sample | Distribution]], labels: Mapping[str, str]) -> None:
         """Args:
         read: the sums so far, see ``clearing``.
         labels: of every metric.
@@ -116,23 +140,46 @@ class Exporter:
 
         self._read, self._labels = read, dict(labels)
         self._seen: dict[tuple[str, str | None], float] = {}
+        self._observed: dict[str, Distribution] = {}
         self._metrics = {
             name: Counter(PREFIX + name, text, [*labels, *([label] if label else [])])
             for name, (text, label) in COUNTERS.items()
         }
+        self._histograms: dict[str, Any] = {}
         self._lock, self._end = threading.Lock(), threading.Event()
 
     def export(self) -> None:
         """Add the differences."""
         with self._lock:
-            for name, value, total in self._read():
-                before = self._seen.get((name, value), 0.0)
-                self._seen[name, value] = total
-                if total > before:
-                    label = COUNTERS[name][1]
-                    self._metrics[name].labels(**self._labels, **({label: str(value)} if label else {})).inc(
-                        total - before
-                    )
+            for found in self._read():
+                if isinstance(found, Distribution):
+                    self._observe(found)
+                else:
+                    self._count(*found)
+
+    def _count(self, name: str, value: str | None, total: float) -> None:
+        before = self._seen.get((name, value), 0.0)
+        self._seen[name, value] = total
+        if total > before:
+            label = COUNTERS[name][1]
+            self._metrics[name].labels(**self._labels, **({label: str(value)} if label else {})).inc(total - before)
+
+    def _observe(self, found: Distribution) -> None:
+        if found.name not in self._histograms:
+            from prometheus_client import Histogram
+
+            text = HISTOGRAMS[found.name]
+            made = Histogram(PREFIX + found.name, text, [*self._labels], buckets=found.bounds)
+            self._histograms[found.name] = made.labels(**self._labels)
+        histogram, before = self._histograms[found.name], self._observed.get(found.name)
+        self._observed[found.name] = found
+        # The library observes one value at a time, a second of a busy server holds thousands: straight to its buckets.
+        for bucket, count, old in zip(
+            histogram._buckets, found.counts, before.counts if before else [0] * len(found.counts), strict=True
+        ):
+            if count > old:
+                bucket.inc(count - old)
+        histogram._sum.inc(max(found.total - (before.total if before else 0.0), 0.0))
 
     @contextlib.contextmanager
     def clearing(self) -> Iterator[None]:
@@ -141,6 +188,7 @@ class Exporter:
         with self._lock:
             yield
             self._seen.clear()
+            self._observed.clear()
 
     def start(self) -> None:
         """Export every second, until the process or ``stop`` ends it."""

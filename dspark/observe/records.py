@@ -50,6 +50,8 @@ class RequestRow(BaseModel):
     committed: int  # tokens, before a cut at a stop
     ceiling: int | None  # what a full window would have committed, where that was measured (cap-accept)
     survival: list[float] | None  # a[1..G], where the scheduler had asked for it
+    temperature: float | None = None  # of sampling; 0: greedy; None: written by a version that did not record it
+    simulated: str | None = None  # class of simulated acceptance that the request names itself
 
 
 class RecordedStep(StepRow):
@@ -69,10 +71,18 @@ class RecordDump(BaseModel):
     steps: list[RecordedStep]
 
 
+class UserFacts(NamedTuple):
+    """What the requests of a step asked for, R of them."""
+
+    temperature: np.ndarray  # [R] float, 0 for greedy requests
+    simulated: np.ndarray  # [R] object, class of simulated acceptance that a request names, or None
+
+
 class _Kept(NamedTuple):
     facts: StepFacts
     counts: StepCounts
     survival: np.ndarray | None
+    users: UserFacts | None
     now: float
     before: tuple[int, float] | None
 
@@ -93,19 +103,27 @@ class StepRecords:
             self._steps: deque[_Kept] = deque()
             self._held = self._dropped = 0
 
-    def add(self, facts: StepFacts, counts: StepCounts, survival: np.ndarray | None, now: float) -> None:
+    def add(
+        self,
+        facts: StepFacts,
+        counts: StepCounts,
+        survival: np.ndarray | None,
+        now: float,
+        users: UserFacts | None = None,
+    ) -> None:
         """Keep one step.
 
         Args:
             facts, counts: of the step; copied where the arrays are views of buffers that are used again.
             survival: [R, G] float32, not to be changed afterwards; None: not known.
             now: seconds on a monotonic clock, when its results were there.
+            users: what the requests asked for, not to be changed afterwards; None: not known.
         """
         # Copies: the host's own arrays lie in pinned memory, which would be held as long as the record.
         ceiling = None if counts.ceiling is None else counts.ceiling.astype(np.int16)
         kept = StepCounts(counts.windows.astype(np.int16), counts.accepted.astype(np.int16), ceiling)
         with self._lock:
-            self._steps.append(_Kept(facts, kept, survival, now, self._last))
+            self._steps.append(_Kept(facts, kept, survival, users, now, self._last))
             self._last = (facts.iteration, now)
             self._held += facts.slots.shape[0]
             while self._held > self._limit:
@@ -132,6 +150,8 @@ def _recorded(kept: _Kept) -> RecordedStep:
         "committed": committed.tolist(),
         "ceiling": nothing if counts.ceiling is None else counts.ceiling.tolist(),
         "survival": nothing if survival is None else survival.astype(float).round(6).tolist(),
+        "temperature": nothing if kept.users is None else kept.users.temperature.tolist(),
+        "simulated": nothing if kept.users is None else kept.users.simulated.tolist(),
     }
     follows = before is not None and before[0] == facts.iteration - 1
     return RecordedStep(

@@ -152,7 +152,11 @@ def test_prometheus_shows_the_same_numbers(server: ServerProcess, answers: list[
     # Prometheus counters never go back: they hold the requests from before the clear as well.
     assert drafts["accepted"] >= counters["accepted"] > 0
     assert drafts["trimmed"] >= counters["trimmed"] > 0
-    assert set(scraped(server, "window_request_steps")) >= {
-        str(rows) for rows, count in enumerate(counters["windows"]) if count
-    }
+    text = requests.get(server.url + "/metrics", timeout=60).text
+    windows, steps = sum(counters["windows"]), sum(counters["step_seconds"]["steps"])
+    for name, least in (("window_rows", windows), ("committed_per_request_step", windows), ("step_seconds", steps)):
+        shown = re.findall(rf"^sglang:dspark_{name}_(count|bucket){{(.*)}} (\S+)", text, re.MULTILINE)
+        count = sum(float(number) for kind, _, number in shown if kind == "count")
+        last = sum(float(number) for kind, labels, number in shown if kind == "bucket" and 'le="+Inf"' in labels)
+        assert count == last >= least > 0, name
     assert sum(scraped(server, "committed_tokens").values()) == pytest.approx(sum(scraped(server, "tokens").values()))

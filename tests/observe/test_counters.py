@@ -126,3 +126,40 @@ def test_clear_forgets_the_server_but_not_its_requests() -> None:
     counters.clear()
     assert counters.statistics() == StepCounters(GAMMA, SLOTS).statistics()
     assert sum(counters.request(slot)["rows"] for slot in range(SLOTS)) > 0
+
+
+def test_sums_by_batch_size_and_step_times() -> None:
+    """Two requests: three steps of which two follow on another one; one request: a plain step after a prefill."""
+    counters = StepCounters(GAMMA, SLOTS)
+    pair, full = np.array([0, 1]), StepCounts(np.array([GAMMA + 1, 2]), np.array([3, 2]))  # commits 4 and 2
+    for iteration, now in ((1, 1.0), (2, 1.25), (3, 1.75)):
+        counters.add(facts(pair, iteration=iteration), full, now)
+    counters.add(facts(pair[:1], iteration=7, drafted=False), StepCounts(np.array([1]), np.array([0])), 9.0)
+    found = counters.statistics()
+    assert found["by_batch"] == {
+        "1": dict(zip(found["by_batch"]["1"], (1, 1, 1, 1, 0, 0, 0.0), strict=True)),
+        "2": {
+            "steps": 3,
+            "draft_off_steps": 0,
+            "rows": 24,
+            "committed": 18,
+            "timed_steps": 2,
+            "timed_committed": 12,
+            "measured_seconds": 0.75,
+        },
+    }
+    times = found["step_seconds"]
+    assert times["seconds"] == 0.75
+    in_bucket = {bound: count for bound, count in zip([*times["bounds"], None], times["steps"], strict=True) if count}
+    assert in_bucket == {0.256: 1, 0.512: 1}
+
+
+def test_sums_by_batch_size_add_up() -> None:
+    counters, _, _ = random_steps(500, seed=5)
+    found = counters.statistics()
+    rows = found["by_batch"].values()
+    for name in ("rows", "committed"):
+        assert sum(row[name] for row in rows) == found[name]
+    assert sum(row["steps"] for row in rows) == 500
+    assert sum(row["draft_off_steps"] for row in rows) == found["steps"]["draft_off"]
+    assert sum(int(size) * row["steps"] for size, row in found["by_batch"].items()) == found["request_steps"]

@@ -2,15 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
 import numpy as np
 import pytest
 from prometheus_client import REGISTRY
 
 from dspark.observe.calibration import CalibrationWindows
-from dspark.observe.counters import StepCounters, StepCounts
-from dspark.observe.prometheus import COUNTERS, PREFIX, Exporter, Sample, calibration_samples, samples
+from dspark.observe.counters import STEP_BOUNDS_SECONDS, StepCounters, StepCounts
+from dspark.observe.prometheus import (
+    COUNTERS,
+    HISTOGRAMS,
+    PREFIX,
+    Distribution,
+    Exporter,
+    Sample,
+    calibration_samples,
+    distributions,
+    samples,
+)
 from tests.observe.test_counters import GAMMA, SLOTS, facts, random_steps
 
 RELAY = {"fresh": 7, "missing": 1}, 2
@@ -30,17 +40,41 @@ def value(name: str, **labels: str) -> float:
     return REGISTRY.get_sample_value(PREFIX + name + "_total", LABELS | labels) or 0.0
 
 
+def histogram(name: str, bounds: Iterable[float]) -> tuple[list[float], float]:
+    """What lies in each bucket, and the sum, as a scraper computes them."""
+    found = {
+        sample.labels.get("le"): sample.value
+        for metric in REGISTRY.collect()
+        if metric.name == PREFIX + name
+        for sample in metric.samples
+        if sample.name.endswith("_bucket")
+    }
+    below = np.array([0.0, *(found[str(float(bound))] for bound in bounds)])
+    assert found["+Inf"] == REGISTRY.get_sample_value(f"{PREFIX}{name}_count", LABELS)
+    return np.diff(below).tolist(), REGISTRY.get_sample_value(f"{PREFIX}{name}_sum", LABELS) or 0.0
+
+
+def everything(counters: StepCounters) -> Iterator[Sample | Distribution]:
+    yield from samples(counters.statistics(), *RELAY)
+    yield from distributions(counters.statistics())
+
+
 @pytest.mark.usefixtures("registered")
 def test_what_is_scraped_equals_what_was_counted() -> None:
-    counters, _, _ = random_steps(300, seed=8)
-    Exporter(lambda: samples(counters.statistics(), *RELAY), LABELS).export()
+    counters, _, plain = random_steps(300, seed=8)
+    Exporter(lambda: everything(counters), LABELS).export()
     found = counters.statistics()
     for outcome in ("accepted", "rejected", "unreached", "trimmed"):
         assert value("drafts", outcome=outcome) == found[outcome]
     assert value("rows") == found["rows"]
     assert value("committed_tokens", kind="bonus") == found["bonus"]
     assert value("tokens", kind="delivered") == found["delivered"]
-    assert [value("window_request_steps", rows=str(n)) for n in range(GAMMA + 2)] == found["windows"]
+    assert histogram("window_rows", range(1, GAMMA + 2)) == (found["windows"][1:], found["rows"] - plain)
+    committed = found["committed_histogram"]
+    tokens = sum(tokens * count for tokens, count in enumerate(committed))
+    assert histogram("committed_per_request_step", range(1, GAMMA + 2)) == (committed[1:], tokens)
+    assert found["step_seconds"]["seconds"] == 299.0, "a second between any two of the 300 results"
+    assert histogram("step_seconds", STEP_BOUNDS_SECONDS) == (found["step_seconds"]["steps"][:-1], 299.0)
     assert [value("position_accepted", position=str(n + 1)) for n in range(GAMMA)] == found["positions"]["accepted"]
     assert value("trimmed_request_steps", passed="all") == found["trimmed_all_accepted"]
     assert value("confidences", found="fresh") == 7
@@ -49,12 +83,13 @@ def test_what_is_scraped_equals_what_was_counted() -> None:
 @pytest.mark.usefixtures("registered")
 def test_only_what_is_new_is_added_and_a_clear_loses_nothing() -> None:
     counters = StepCounters(GAMMA, SLOTS)
-    exporter = Exporter(lambda: samples(counters.statistics(), *RELAY), LABELS)
+    exporter = Exporter(lambda: everything(counters), LABELS)
     one = facts(np.array([0])), StepCounts(np.array([3]), np.array([1])), 0.0
     counters.add(*one)
     exporter.export()
     exporter.export()
     assert value("rows") == 3
+    assert histogram("window_rows", [3]) == ([1.0], 3.0)
     counters.add(*one)
     with exporter.clearing():
         counters.clear()
@@ -62,6 +97,7 @@ def test_only_what_is_new_is_added_and_a_clear_loses_nothing() -> None:
     counters.add(*one)
     exporter.export()
     assert value("rows") == 12
+    assert histogram("window_rows", [3]) == ([4.0], 12.0)
 
 
 def test_every_metric_has_samples_and_every_sample_its_metric() -> None:
@@ -70,4 +106,5 @@ def test_every_metric_has_samples_and_every_sample_its_metric() -> None:
     found += calibration_samples(CalibrationWindows(GAMMA).totals())
     empty = {"graph_misses"}  # nothing missed here
     assert {name for name, _, _ in found} == set(COUNTERS) - empty
+    assert [one.name for one in distributions(counters.statistics())] == list(HISTOGRAMS)
     assert all((label is None) == (COUNTERS[name][1] is None) for name, label, _ in found)

@@ -15,7 +15,7 @@ import pytest
 from dspark.__main__ import main
 from dspark.errors import ConfigError, HostError
 from dspark.observe.counters import StepCounts
-from dspark.observe.records import RecordDump, RequestRow, StepRecords, StepRow, fetch, write
+from dspark.observe.records import RecordDump, RequestRow, StepRecords, StepRow, UserFacts, fetch, write
 from tests.observe.test_counters import GAMMA, facts
 
 
@@ -26,7 +26,9 @@ def filled(limit: int = 100) -> StepRecords:
     full = StepCounts(np.array([GAMMA + 1, GAMMA + 1]), np.array([GAMMA, 1]))
     cut = StepCounts(np.array([2, 3]), np.array([2, 1]), np.array([5, 2]))
     records.add(facts(slots, iteration=8, predicted=0.5), full, None, 10.0)
-    records.add(facts(slots, iteration=9), cut, survival, 10.5)
+    records.add(
+        facts(slots, iteration=9), cut, survival, 10.5, UserFacts(np.array([0.0, 0.7]), np.array([None, "low"]))
+    )
     records.add(facts(slots[:1], iteration=12, drafted=False), StepCounts(np.array([1]), np.array([0])), None, 20.0)
     return records
 
@@ -42,6 +44,8 @@ def test_rows_hold_what_was_known() -> None:
     assert [(row.committed, row.ceiling) for row in second.requests] == [(2, 5), (2, 2)]
     assert second.requests[0].survival == [0.25] * GAMMA
     assert first.requests[0].survival is None
+    assert [(row.temperature, row.simulated) for row in second.requests] == [(0.0, None), (0.7, "low")]
+    assert first.requests[0].temperature is None
     assert (third.drafted, third.batch, third.requests[0].committed) == (False, 1, 1)
 
 
