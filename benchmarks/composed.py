@@ -13,7 +13,10 @@ from typing import Any
 
 import numpy as np
 
+from benchmarks import verdict
+
 _DRAWS = 400  # batches averaged per number of tokens
+_STATIC = "dspark-static"
 
 
 def tokens_per_step(confidence: np.ndarray, accepted: np.ndarray, batch: int, budget: int) -> float:
@@ -49,12 +52,27 @@ def rows(
         levels: name, confidences [N, G] and accepted drafts [N] of each level.
     """
     found = []
-    mine = [one for one in step_times if one["model"] == model]
+    # Ours is measured live: its step times are there for ``full_windows``.
+    mine = [one for one in step_times if one["model"] == model and one["arm"] != verdict.OURS]
     for arm, batch in sorted({(one["arm"], one["batch"]) for one in mine}):
         cells = [one for one in mine if (one["arm"], one["batch"]) == (arm, batch)]
         for level, confidence, accepted in levels:
             found.append(_best(cells, level, confidence, accepted) | {"model": model, "batch": batch, "arm": arm})
     return found
+
+
+def full_windows(step_times: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Per model and batch, the step of our compact server at full windows over that of our static server."""
+    full = {
+        (one["model"], one["batch"], one["arm"]): one["step_ms"]
+        for one in step_times
+        if one["budget"] == one["gamma"] * one["batch"]
+    }
+    return [
+        {"model": model, "batch": batch, "compact_over_static": verdict.ratio(step, full[model, batch, _STATIC])}
+        for (model, batch, arm), step in full.items()
+        if arm == verdict.OURS and (model, batch, _STATIC) in full
+    ]
 
 
 def _best(cells: Sequence[dict[str, Any]], level: str, confidence: np.ndarray, accepted: np.ndarray) -> dict[str, Any]:

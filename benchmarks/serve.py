@@ -90,8 +90,10 @@ def cells_of(args: argparse.Namespace, engine: str, results: Results) -> list[se
         for arm in args.arms:
             if serve_arms.engine_of(arm, args.own_static) != engine:
                 continue
-            if args.real or arm == "dspark-compact":
+            if args.real or arm == verdict.OURS:
                 found += [serve_cells.live(arm, batch, level) for level in args.levels]
+                if args.own_static and arm == verdict.OURS and "dspark-static" in args.arms:
+                    found.append(serve_cells.timed(arm, batch, args.gamma * batch))
             elif arm in ("none", "eagle"):
                 found.append(serve_cells.live(arm, batch, verdict.ANY))
             else:
@@ -238,6 +240,8 @@ def finish(results: Results, console: Console) -> None:
             f"{len(value['verdicts'])} cells: {len(slower)} slower than {verdict.NEVER_SLOWER} of the best other arm, "
             f"{faster} at {verdict.CLEARLY_FASTER} of the best static arm or plain decoding, or above (*)"
         )
+    for one in composed.full_windows(value["step_times"]):
+        console.print(one)
     for check in value["checks"]:
         for row in value["rows"]:
             names = ("model", "arm", "batch", "acceptance")

@@ -31,7 +31,7 @@ _STEEP = {
     "m_probes": [1, 64, 4096],
     "theta_seconds": [0.001, 0.064, 4.096],
 }
-_ORDER = ("dspark-compact", "dspark-static", "none", "eagle", "builtin-static", "builtin-compact")
+_ORDER = ("dspark-compact", "builtin-compact", "builtin-static", "dspark-static", "eagle", "none")
 _EAGLE = ("--speculative-num-steps", "3", "--speculative-eagle-topk", "1", "--speculative-num-draft-tokens", "4")
 
 

@@ -17,7 +17,7 @@ from dspark.errors import HostError
 
 _MIN_INTERVALS = 2  # per round; with fewer, rounds get longer
 _MAX_TOKENS = 8  # times the wanted tokens, at most
-_LONGER, _ENOUGH_REQUESTS = 4, 16  # rounds of simulated acceptance are longer below this many requests
+_MOST_RUNS, _ENOUGH_REQUESTS = 12, 24  # below so many requests, a round of simulated acceptance is several runs
 _ALWAYS_ONE = 1.2  # tokens a step; below it nothing varies
 _FULL = 1.0
 _UNPIN = -1  # ends a pin on our server; the built-in's HTTP schema lets none end, and nothing here needs it
@@ -118,11 +118,14 @@ class Bench:
         while len(warm) < _MIN_INTERVALS and tokens < _MAX_TOKENS * self._args.tokens:
             tokens *= 2  # the rounds that find the length also warm up
             warm = self._run(cell.batch, tokens)
+        runs = 1
         if self._level and any(one.accept_length > _ALWAYS_ONE for one in warm):
-            # A few requests replay few blocks, so their mean is noisy; a longer context costs so few nothing.
-            tokens *= max(1, min(_LONGER, _ENOUGH_REQUESTS // cell.batch))
+            # A few requests replay few blocks, so their mean is noisy. More runs, not longer ones: contexts stay alike.
+            runs = max(1, min(_MOST_RUNS, _ENOUGH_REQUESTS // cell.batch))
         self._clear(cell.arm)
-        rounds = [self._run(cell.batch, tokens) for _ in range(self._args.repeats)]
+        rounds = [
+            [one for _ in range(runs) for one in self._run(cell.batch, tokens)] for _ in range(self._args.repeats)
+        ]
         for found in rounds:
             self._require(found, 1, cell, tokens)
         rates = [decode_log.rate(found) for found in rounds]

@@ -162,9 +162,9 @@ def test_with_weights_every_arm_is_measured_live(tmp_path: Path) -> None:
 
 def test_ours_starts_alone_and_the_builtin_gets_its_table() -> None:
     simulated = serve_arms.groups(arguments())
-    assert simulated == [["none", "eagle", "builtin-static", "builtin-compact"], ["dspark-compact"]]
+    assert simulated == [["builtin-compact", "builtin-static", "eagle", "none"], ["dspark-compact"]]
     real = serve_arms.groups(arguments(real=True, own_static=True))
-    assert real == [["dspark-static", "none", "eagle", "builtin-static"], ["dspark-compact"], ["builtin-compact"]]
+    assert real == [["builtin-static", "dspark-static", "eagle", "none"], ["dspark-compact"], ["builtin-compact"]]
     assert serve_arms.groups(arguments(arms=["none"])) == [["none"]]
 
 
@@ -185,3 +185,19 @@ def test_the_builtin_gets_what_ours_has_measured_in_its_own_schema(tmp_path: Pat
     assert serve_arms.measured_table(args) == found  # not the one that was written for the built-in
     args.real = False
     assert json.loads(Path(serve_arms.builtin_table(args, None)[1]).read_text())["m_probes"][-1] == 4096
+
+
+def test_full_windows_of_both_modes_are_compared() -> None:
+    common = {"model": "m", "batch": 2, "gamma": 7}
+    times = [
+        {**common, "arm": "dspark-compact", "budget": 14, "step_ms": [2.02, 2.02]},
+        {**common, "arm": "dspark-compact", "budget": 7, "step_ms": [1.0, 1.0]},
+        {**common, "arm": "dspark-static", "budget": 14, "step_ms": [2.0, 2.0]},
+        {**common, "arm": "dspark-compact", "batch": 4, "budget": 28, "step_ms": [3.0]},
+    ]
+    (found,) = composed.full_windows(times)
+    assert (found["model"], found["batch"]) == ("m", 2)
+    assert found["compact_over_static"]["ratio"] == pytest.approx(1.01)
+    assert {row["arm"] for row in composed.rows(times, "m", [("x", np.full((4, 7), 0.5), np.zeros(4))])} == {
+        "dspark-static"
+    }
