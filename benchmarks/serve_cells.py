@@ -114,18 +114,16 @@ class Bench:
 
     def _live(self, cell: Cell) -> dict[str, Any]:
         tokens = self._args.tokens
-        warm = self._run(cell.batch, tokens)
+        warm = self.run(cell.batch, tokens)
         while len(warm) < _MIN_INTERVALS and tokens < _MAX_TOKENS * self._args.tokens:
             tokens *= 2  # the rounds that find the length also warm up
-            warm = self._run(cell.batch, tokens)
+            warm = self.run(cell.batch, tokens)
         runs = 1
         if self._level and any(one.accept_length > _ALWAYS_ONE for one in warm):
             # A few requests replay few blocks, so their mean is noisy. More runs, not longer ones: contexts stay alike.
             runs = max(1, min(_MOST_RUNS, _ENOUGH_REQUESTS // cell.batch))
         self._clear(cell.arm)
-        rounds = [
-            [one for _ in range(runs) for one in self._run(cell.batch, tokens)] for _ in range(self._args.repeats)
-        ]
+        rounds = [[one for _ in range(runs) for one in self.run(cell.batch, tokens)] for _ in range(self._args.repeats)]
         for found in rounds:
             self._require(found, 1, cell, tokens)
         rates = [decode_log.rate(found) for found in rounds]
@@ -148,10 +146,10 @@ class Bench:
     def _timed(self, cell: Cell) -> dict[str, Any]:
         """All intervals of one round, each of them a repeat."""
         steps = self._args.log_interval * 2 * (self._args.repeats + 1)
-        self._run(cell.batch, self._args.log_interval * 2)
-        found = self._run(cell.batch, steps)
+        self.run(cell.batch, self._args.log_interval * 2)
+        found = self.run(cell.batch, steps)
         if len(found) < self._args.repeats:  # weights that accept something after all
-            found = self._run(cell.batch, 4 * steps)
+            found = self.run(cell.batch, 4 * steps)
         self._require(found, 2, cell, steps)
         return {
             **cell.key,
@@ -168,7 +166,7 @@ class Bench:
                 f"required are {count}; raise --tokens, or lower --log-interval; log: {self._server.log_path}"
             )
 
-    def _run(self, batch: int, tokens: int) -> list[Interval]:
+    def run(self, batch: int, tokens: int) -> list[Interval]:
         """One round: ``batch`` requests of ``tokens`` tokens each."""
         self._round += 1
         self._server.flush_cache()

@@ -153,13 +153,16 @@ def plan(
     if policy.forced_fraction is not None:
         forced = order[: forced_budget(policy.forced_fraction, requests, gamma)]
         return _forced(forced, requests, full_rate, costs, context_tokens, state)
-    choice = _drafted(tokens, seconds, costs.relative_error, policy, state)
+    choice, drafted, promised = _drafted(tokens, seconds, costs.relative_error, policy, state), None, None
     state = _remembered(state, choice.reason is not Reason.FULL)
     plain = _plain_seconds(row, costs, learned, context_tokens)
     if plain is not None:
         off = _Choice(-1, requests / plain / full_rate - 1.0, Reason.DRAFT_OFF, float(requests), plain)
         probe = _probe(row, tokens, seconds, full_rate, requests)
-        hope = _hope(order[: row.drafts[choice.at]], doubt)
+        # Tokens beyond what is expected, if the confidences deserve one standard deviation more trust: only drafting
+        # teaches what drafts are worth, so the doubt is theirs.
+        drafted, promised = choice, _promise(order, int(row.drafts[choice.at]), requests)
+        hope = -doubt * promised.slope if promised is not None else 0.0
         choice, state = _draft_or_off(choice, off, probe, hope, costs.relative_error, policy, state, informed)
     if learned is not None and informed and choice.reason in (Reason.FULL, Reason.TRIMMED):
         choice, state = _visit(choice, tokens, seconds, full_rate, learned.evidence, policy, state)
@@ -174,16 +177,13 @@ def plan(
         predicted_gain=choice.gain,
         reason=choice.reason,
         state=state,
-        promised=promise(-order[:drafts], requests) if drafts else None,
+        promised=promised if choice is drafted else _promise(order, drafts, requests),
     )
 
 
-def _hope(admitted: np.ndarray, doubt: float) -> float:
-    """Tokens beyond what is expected, if the confidences deserve one standard deviation more trust.
-
-    Only drafting teaches what drafts are worth, so the doubt is theirs. Args: admitted: [K] float32 negated survivals.
-    """
-    return -doubt * promise(-admitted, 1).slope if doubt else 0.0
+def _promise(order: np.ndarray, drafts: int, requests: int) -> Promise | None:
+    """Of the ``drafts`` best of the negated survivals ``order``; None of none."""
+    return promise(-order[:drafts], requests) if drafts else None
 
 
 def _remembered(state: PlanState, trimmed: bool) -> PlanState:

@@ -88,13 +88,17 @@ class TierCosts:
 
     def predicted(self, draft: bool, requests: int, tier: int, context_tokens: float) -> float:
         """Seconds of any step, corrected. 0 if the model does not know what a step without a draft takes."""
-        seconds = self.model_seconds(draft, requests, tier, context_tokens)
+        return self.times(draft, requests, tier, context_tokens)[1]
+
+    def times(self, draft: bool, requests: int, tier: int, context_tokens: float) -> tuple[float, float]:
+        """``model_seconds`` and ``predicted``."""
+        model = seconds = self.model_seconds(draft, requests, tier, context_tokens)
         known = self.correction(requests, context_tokens)
         if known is None:
-            return max(seconds, self.cost.floor_seconds) if seconds else 0.0
+            return model, max(seconds, self.cost.floor_seconds) if seconds else 0.0
         at = min(int(np.searchsorted(self.row(requests).tiers, tier)), known.factors.size - 1)
         seconds *= float(known.factors[at]) if draft else known.plain_factor
-        return max(seconds, self.cost.floor_seconds, known.floor_seconds) if seconds else 0.0
+        return model, max(seconds, self.cost.floor_seconds, known.floor_seconds) if seconds else 0.0
 
     def _make_row(self, requests: int) -> TierRow:
         full = requests * (self.gamma + 1)

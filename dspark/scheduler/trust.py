@@ -24,6 +24,7 @@ SURPRISE = 16.0 / (1 - _SCORE_KEPT**2)  # its square, beyond which the workload 
 REGAIN = 0.02  # variance that a surprise leaves, at least; else four times what it was
 IDLE_STEPS = 16384.0  # without a draft, after which log theta is half of what it was: the next workload may be another
 IDLE_VARIANCE = 0.06  # up to which doubt grows meanwhile
+_LEAST = np.float32(1e-9)  # of a survival
 _LOWEST, _HIGHEST = math.log(1 / 16), math.log(256)
 _RUN_NOISE = 0.45  # accepted drafts come in runs: by this and each draft of a request their sum varies more
 _NOISE_FLOOR = 0.1  # drafts
@@ -61,13 +62,15 @@ def believed(survival: np.ndarray, theta: float) -> np.ndarray:
     """Survivals [R, G] float32 as the planner should take them; unchanged if ``theta`` is exactly 1."""
     if theta == 1.0:
         return survival
-    usable = np.clip(survival, 1e-9, LIMIT ** np.arange(1, survival.shape[1] + 1)).astype(np.float32)
-    return np.exp(np.log(usable) * np.float32(theta))
+    # (min(a, LIMIT^k))^theta = min(a^theta, LIMIT^(k theta)), which asks for one power per survival.
+    most = (LIMIT**theta) ** np.arange(1, survival.shape[1] + 1)
+    return np.minimum(np.maximum(survival, _LEAST) ** np.float32(theta), most.astype(np.float32))
 
 
 def promise(admitted: np.ndarray, requests: int) -> Promise:
     """Args: admitted: [K] float32, believed survivals of the drafts that are verified; requests: R."""
-    clipped = np.clip(admitted, 1e-9, LIMIT)  # a promise that cannot be broken would teach nothing
+    # A promise that cannot be broken would teach nothing.
+    clipped = np.minimum(np.maximum(admitted, _LEAST), np.float32(LIMIT))
     slope = float(np.dot(clipped, np.log(clipped)))
     total = float(clipped.sum(dtype=np.float64))
     runs = 1.0 + _RUN_NOISE * admitted.size / requests

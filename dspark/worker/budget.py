@@ -97,9 +97,11 @@ class BudgetScheduler:
             context_tokens: C of the batch, at most two steps old.
         """
         self._step += 1
-        before, self._requests = self._requests, (slots, generations)
         self._context_tokens = context_tokens
-        self.same_batch = all(map(np.array_equal, before, self._requests))
+        self.same_batch = all(map(np.array_equal, self._requests, (slots, generations)))
+        if self.same_batch:  # the arrays of the step before, which everybody below knows at sight
+            slots, generations = self._requests
+        self._requests = slots, generations
         self.plan = None
         if self.schedules:
             self._schedule(slots, generations, context_tokens)

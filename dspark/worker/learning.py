@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from dspark.cuda_graph.timing import StepTime
+from dspark.scheduler.history import same
 from dspark.scheduler.refine import Refinement, StepSample, floor_of, refine
 from dspark.scheduler.tier_costs import TierCosts
 from dspark.scheduler.trust import Promise, Trust, observe, rest
@@ -39,8 +40,7 @@ class CostLearner:
 
     def note(self, draft: bool, requests: int, tier: int, context_tokens: float) -> StepNote:
         """What is believed of a step before it runs."""
-        model = self.costs.model_seconds(draft, requests, tier, context_tokens)
-        predicted = self.costs.predicted(draft, requests, tier, context_tokens)
+        model, predicted = self.costs.times(draft, requests, tier, context_tokens)
         return StepNote(draft, requests, tier, context_tokens, model, predicted)
 
     def learn(self, times: Sequence[StepTime]) -> None:
@@ -155,4 +155,4 @@ class TrustLearner:
 
 
 def _same(one: _Remembered, other: _Remembered) -> bool:
-    return np.array_equal(one.slots, other.slots) and np.array_equal(one.generations, other.generations)
+    return same(one.slots, other.slots) and same(one.generations, other.generations)
