@@ -17,8 +17,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks import acceptance, machine
-from dspark.demo.server import ServerProcess, default_device, device_args
+from benchmarks import acceptance, machine, servers
+from dspark.demo.server import ServerProcess, default_device
 
 ARMS = ("dspark", "builtin")
 
@@ -45,14 +45,8 @@ def measure(args: argparse.Namespace, arm: str, server: ServerProcess, temperatu
 
 def run_arm(args: argparse.Namespace, arm: str) -> dict[str, Any]:
     """Start the arm's server, warm it up greedily and sampled, and measure both temperatures."""
-    flags = ["--model-path", str(args.target), *device_args(args.device), *shlex.split(args.server_args)]
-    flags += ["--speculative-algorithm", "DSPARK", "--speculative-draft-model-path", str(args.draft)]
     env = {"SGLANG_DSPARK_IMPL": "builtin" if arm == "builtin" else "plugin", "SGLANG_RAGGED_VERIFY_MODE": "static"}
-
-    def progress(seconds: float, line: str) -> None:
-        print(f"\r{arm}: starting, {seconds:.0f} s", end="", file=sys.stderr, flush=True)
-
-    with ServerProcess(flags, env=env, timeout_seconds=420, progress=progress) as server:
+    with servers.prepare(args, arm, env=env) as server:
         print(file=sys.stderr)
         for temperature in (0.0, 1.0):
             server.generate([1, 2, 3], sampling_params={"temperature": temperature, "max_new_tokens": 16})

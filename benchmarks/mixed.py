@@ -33,9 +33,9 @@ from rich.console import Console
 from rich.progress import track
 from rich.table import Table
 
-from benchmarks import machine
+from benchmarks import machine, servers
 from benchmarks.acceptance import Prompt, load_prompts
-from dspark.demo.server import ServerProcess, default_device, device_args
+from dspark.demo.server import ServerProcess, default_device
 
 OWN = "own"
 ROW_SECONDS = 1e-4  # of the tables by hand
@@ -57,19 +57,13 @@ def cost_table(fixed_rows: float, concurrency: int) -> dict[str, Any]:
 
 def start(args: argparse.Namespace, cost: str, folder: Path) -> ServerProcess:
     """The server, not yet started."""
-    flags = ["--model-path", str(args.target), *device_args(args.device), *shlex.split(args.server_args)]
-    flags += ["--speculative-algorithm", "DSPARK", "--speculative-draft-model-path", str(args.draft)]
-    flags += ["--max-running-requests", str(args.concurrency)]
+    flags = ["--max-running-requests", str(args.concurrency)]
     if cost != OWN:
         path = folder / f"costs-{cost}.json"
         path.write_text(json.dumps(cost_table(float(cost), args.concurrency)))
         flags += ["--speculative-dspark-sps-table-path", str(path)]
     env = {"SGLANG_RAGGED_VERIFY_MODE": "cap-accept", "SGLANG_DSPARK_DEBUG_DUMP": "reqs"}
-
-    def progress(seconds: float, line: str) -> None:
-        print(f"\rstarting, {seconds:.0f} s", end="", file=sys.stderr, flush=True)
-
-    return ServerProcess(flags, env=env, timeout_seconds=420, progress=progress)
+    return servers.prepare(args, f"costs {cost}", flags, env=env)
 
 
 def serve(

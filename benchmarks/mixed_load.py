@@ -31,11 +31,11 @@ from typing import Any
 
 import requests
 
-from benchmarks import machine
+from benchmarks import machine, servers
 from benchmarks.load_memory import MemoryWatch, reserved_mib
 from benchmarks.load_requests import Book, Request, RequestSource, Seen, base_texts, grown
 from dspark.demo.prompts import PROMPTS
-from dspark.demo.server import ServerProcess, default_device, device_args
+from dspark.demo.server import ServerProcess, default_device
 from dspark.errors import HostError
 
 ARMS: dict[str, dict[str, str] | None] = {"dspark": {}, "builtin": {"SGLANG_DSPARK_IMPL": "builtin"}, "none": None}
@@ -238,16 +238,9 @@ def measure(args: argparse.Namespace, server: ServerProcess, source: RequestSour
 
 def start(args: argparse.Namespace) -> ServerProcess:
     """The server, not yet started."""
-    flags = ["--model-path", str(args.target), *device_args(args.device), *shlex.split(args.server_args)]
     env = ARMS[args.arm]
-    if env is not None:
-        flags += ["--speculative-algorithm", "DSPARK", "--speculative-draft-model-path", str(args.draft)]
-
-    def progress(seconds: float, line: str) -> None:
-        print(f"\r{args.arm}: starting, {seconds:.0f} s", end="", file=sys.stderr, flush=True)
-
-    env = (env or {}) | (AUDIT if args.audit else {})
-    return ServerProcess(flags, env=env, log_path=args.log, timeout_seconds=600, progress=progress)
+    more = AUDIT if args.audit else {}
+    return servers.prepare(args, args.arm, env=(env or {}) | more, dspark=env is not None, log_path=args.log)
 
 
 def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:

@@ -21,30 +21,24 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-from benchmarks import machine, shapes
+from benchmarks import machine, servers, shapes
 from benchmarks.step import resolve_model
-from dspark.demo.server import ServerProcess, default_device, device_args
+from dspark.demo.server import ServerProcess, default_device
 
 BAR = 0.03  # mean absolute error
 
 
 def start(args: argparse.Namespace) -> ServerProcess:
     """The server, not yet started; it measures anew, so that nothing is left of an earlier run."""
-    flags = ["--model-path", str(args.target), *device_args(args.device), *shlex.split(args.server_args)]
-    flags += ["--max-running-requests", str(max(args.batches))]
+    flags = ["--max-running-requests", str(max(args.batches))]
     if args.device != "cpu":
         flags += ["--cuda-graph-max-bs-decode", str(max(args.batches))]
-    flags += ["--speculative-algorithm", "DSPARK", "--speculative-draft-model-path", str(args.draft)]
     env = {"SGLANG_RAGGED_VERIFY_MODE": "compact", "SGLANG_DSPARK_COST_TABLES": "measure"}
     if args.device == "cpu":
         env["SGLANG_DSPARK_STATIC_STEP"] = "1"  # only captured steps, and this stand-in for them, are timed
     if args.simulate:
         env["SGLANG_DSPARK_SIMULATE"] = args.simulate
-
-    def progress(seconds: float, line: str) -> None:
-        print(f"\rstarting, {seconds:.0f} s", end="", file=sys.stderr, flush=True)
-
-    return ServerProcess(flags, env=env, timeout_seconds=600, progress=progress)
+    return servers.prepare(args, "dspark", flags, env=env)
 
 
 def ask(args: argparse.Namespace, server: ServerProcess, batch: int, context: int) -> None:

@@ -22,11 +22,11 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-from benchmarks import machine
+from benchmarks import machine, servers
 from benchmarks.acceptance import load_prompts
 from dspark.demo.compare import first_difference, score
 from dspark.demo.prompts import Prompt
-from dspark.demo.server import ServerProcess, default_device, device_args
+from dspark.demo.server import ServerProcess, default_device
 from dspark.demo.table import Answer
 
 ROWS = [1, 2, 64, 4096]
@@ -42,19 +42,13 @@ NEAR_TIE_NATS = 0.15  # bf16: two logits around 16 are 0.125 apart or equal
 
 def start(args: argparse.Namespace, arm: str, table: Path) -> ServerProcess:
     """The server of an arm, not yet started."""
-    flags = ["--model-path", str(args.target), *device_args(args.device), *shlex.split(args.server_args)]
-    flags += ["--max-running-requests", str(max(args.batches))]
+    flags = ["--max-running-requests", str(max(args.batches))]
     env = {"SGLANG_RAGGED_VERIFY_MODE": "compact", "SGLANG_DSPARK_DEBUG_DUMP": "reqs"}
     if arm == "compact":
         flags += ["--disable-cuda-graph"]
     if arm != "none":
-        flags += ["--speculative-algorithm", "DSPARK", "--speculative-draft-model-path", str(args.draft)]
         flags += ["--speculative-dspark-sps-table-path", str(table)]
-
-    def progress(seconds: float, line: str) -> None:
-        print(f"\r{arm}: starting, {seconds:.0f} s", end="", file=sys.stderr, flush=True)
-
-    return ServerProcess(flags, env={} if arm == "none" else env, timeout_seconds=420, progress=progress)
+    return servers.prepare(args, arm, flags, env={} if arm == "none" else env, dspark=arm != "none")
 
 
 def record(server: ServerProcess) -> dict[str, Any]:

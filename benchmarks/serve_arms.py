@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import argparse
 import json
-import shlex
 import sys
 import tempfile
 from pathlib import Path
 
-from benchmarks import shapes
+from benchmarks import servers, shapes
 from dspark.config import SIMULATE_VARIABLE, TABLES_VARIABLE
-from dspark.demo.server import ServerProcess, device_args
+from dspark.demo.server import ServerProcess
 from dspark.scheduler import replay_blocks
 from dspark.scheduler.cost_file import load_cost_model, to_host_additive_json
 
@@ -64,9 +63,8 @@ def start(args: argparse.Namespace, engine: str, table: Path | None) -> ServerPr
         table: cost table in one of our forms, for the compact arms; None: each does what it does without one.
     """
     most = str(max(args.batches))
-    flags = ["--model-path", str(args.target), *device_args(args.device), *shlex.split(args.server_args)]
     # One more than the largest batch: a prompt of which a chunk is left takes a place, or the batch is never full.
-    flags += ["--max-running-requests", str(max(args.batches) + 1)]
+    flags = ["--max-running-requests", str(max(args.batches) + 1)]
     flags += ["--decode-log-interval", str(args.log_interval)]
     if args.device != "cpu":
         flags += ["--cuda-graph-max-bs-decode", most]
@@ -75,8 +73,6 @@ def start(args: argparse.Namespace, engine: str, table: Path | None) -> ServerPr
     environment = dict(ENVIRONMENT.get(engine, {}))
     if engine == "eagle":
         flags += ["--speculative-algorithm", "EAGLE", "--speculative-draft-model-path", str(args.eagle), *_EAGLE]
-    elif engine != "none":
-        flags += ["--speculative-algorithm", "DSPARK", "--speculative-draft-model-path", str(args.draft)]
     if engine == "builtin-compact":
         flags += builtin_table(args, table)
     elif engine == "dspark-compact" and args.table:
@@ -85,11 +81,7 @@ def start(args: argparse.Namespace, engine: str, table: Path | None) -> ServerPr
         environment[TABLES_VARIABLE] = str(tables_folder(args))
     if engine.startswith("dspark") and not args.real:
         environment[SIMULATE_VARIABLE] = args.levels[0]
-
-    def progress(seconds: float, line: str) -> None:
-        print(f"\r{engine}: starting, {seconds:.0f} s", end="", file=sys.stderr, flush=True)
-
-    return ServerProcess(flags, env=environment, timeout_seconds=420, progress=progress)
+    return servers.prepare(args, engine, flags, env=environment, dspark=engine not in ("eagle", "none"))
 
 
 def builtin_table(args: argparse.Namespace, table: Path | None) -> list[str]:

@@ -24,8 +24,8 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-from benchmarks import machine, shapes, traces
-from dspark.demo.server import ServerProcess, default_device, device_args
+from benchmarks import machine, servers, shapes, traces
+from dspark.demo.server import ServerProcess, default_device
 
 ARMS = {
     "none": None,
@@ -51,19 +51,12 @@ def resolve_model(args: argparse.Namespace) -> None:
 
 def start(args: argparse.Namespace, arm: str) -> ServerProcess:
     """The server of an arm, not yet started."""
-    flags = ["--model-path", str(args.target), *device_args(args.device), *shlex.split(args.server_args)]
-    flags += ["--max-running-requests", str(max(args.batches))]
+    flags = ["--max-running-requests", str(max(args.batches))]
     if args.device != "cpu":
         flags += ["--cuda-graph-max-bs-decode", str(max(args.batches))]
-    if ARMS[arm] is not None:
-        flags += ["--speculative-algorithm", "DSPARK", "--speculative-draft-model-path", str(args.draft)]
     if arm.endswith("no-overlap"):
         flags += ["--disable-overlap-schedule"]
-
-    def progress(seconds: float, line: str) -> None:
-        print(f"\r{arm}: starting, {seconds:.0f} s", end="", file=sys.stderr, flush=True)
-
-    return ServerProcess(flags, env=ARMS[arm] or {}, timeout_seconds=420, progress=progress)
+    return servers.prepare(args, arm, flags, env=ARMS[arm], dspark=ARMS[arm] is not None)
 
 
 def round_of(server: ServerProcess, prompts: Sequence[list[int]], tokens: int, temperature: float) -> tuple[float, int]:

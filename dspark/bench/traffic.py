@@ -14,6 +14,7 @@ from typing import Any
 import requests
 from requests.adapters import HTTPAdapter
 
+from dspark.demo.server import stream_pieces
 from dspark.errors import ConfigError, HostError
 
 _TIMEOUT_SECONDS = 600
@@ -141,13 +142,7 @@ class Client:
             with self._http.post(self._url + path, json=body, stream=True, timeout=_TIMEOUT_SECONDS) as answer:
                 if answer.status_code != 200:
                     raise HostError(f"found HTTP {answer.status_code} of {self._url + path}: {answer.text[:1000]}")
-                for line in answer.iter_lines():
-                    data = line.removeprefix(b"data:").strip()
-                    if not line.startswith(b"data:") or data == b"[DONE]":
-                        continue
-                    piece = json.loads(data)
-                    if "error" in piece:
-                        raise HostError(f"found an error in a stream of {self._url}: {piece['error']}")
+                for piece in stream_pieces(answer):
                     if first is None and _text_of(piece):
                         first = time.perf_counter() - started
                     tokens = (piece.get("usage") or {}).get("completion_tokens", tokens)

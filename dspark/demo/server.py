@@ -75,6 +75,22 @@ def free_port() -> int:
         return int(probe.getsockname()[1])
 
 
+def stream_pieces(response: requests.Response) -> Iterator[dict[str, Any]]:
+    """The JSON objects of a streamed answer, as they come.
+
+    Raises:
+        HostError: one of them is an error of the server.
+    """
+    for line in response.iter_lines():
+        data = line.removeprefix(b"data:").strip()
+        if not line.startswith(b"data:") or data == b"[DONE]":
+            continue
+        piece: dict[str, Any] = json.loads(data)
+        if "error" in piece:
+            raise HostError(f"found an error in the stream of {response.url}: {piece['error']}")
+        yield piece
+
+
 class ServerProcess:
     """A running ``sglang.launch_server``; a context manager whose exit ends every process that the server started.
 
@@ -222,14 +238,10 @@ class ServerProcess:
         """
         payload = {"input_ids": list(input_ids), "stream": True, **fields}
         with self._answer("POST", "/generate", payload, timeout_seconds, stream=True) as response:
-            for line in response.iter_lines():
-                data = line.removeprefix(b"data:").strip()
-                if not line.startswith(b"data:") or data == b"[DONE]":
-                    continue
-                answer = json.loads(data)
-                if "error" in answer:
-                    raise HostError(f"found an error in the stream of {self.url}: {answer['error']}{self._log_hint()}")
-                yield answer
+            try:
+                yield from stream_pieces(response)
+            except HostError as error:
+                raise HostError(f"{error}{self._log_hint()}") from None
 
     def _answer(
         self, method: str, path: str, payload: Any, timeout_seconds: float, stream: bool = False

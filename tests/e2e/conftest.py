@@ -1,9 +1,15 @@
-"""Real servers on a CPU. Each is started once; answers of the server without speculation are the yardstick."""
+"""Real servers on a CPU. Each is started once; answers of the server without speculation are the yardstick.
+
+With ``pytest -n``, each worker takes whole modules; their servers share the cores evenly.
+"""
 
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import json
+import os
+import pickle
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -17,7 +23,11 @@ from tests.conftest import DRAFT
 from tests.e2e.jobs import Job, finish_jobs, mixed_traffic, native, scored_jobs
 
 DSPARK = ["--speculative-algorithm", "DSPARK", "--speculative-draft-model-path", str(DRAFT)]
-CHECKED = {"SGLANG_ENABLE_STRICT_MEM_CHECK_DURING_BUSY": "1"}  # the host then audits its pools after every step
+WORKERS = int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))
+SERVER_ENV = {
+    "SGLANG_ENABLE_STRICT_MEM_CHECK_DURING_BUSY": "1",  # the host then audits its pools after every step
+    "OMP_NUM_THREADS": str(max(1, len(os.sched_getaffinity(0)) // WORKERS)),  # a server per worker runs at a time
+}
 
 LIMIT_PROMPT = "one two three four five six seven eight nine ten " * 20
 # Six answers that together need more KV than the small server has.
@@ -31,7 +41,7 @@ RETRACTION_PROMPTS = [
 def serve(target: Path, *flags: str, **env: str) -> Iterator[ServerProcess]:
     # An idle server keeps a core busy, so a test module starts its own and ends it; a small pool leaves memory.
     arguments = ["--model-path", str(target), *device_args("cpu"), "--max-total-tokens", "12000", *flags]
-    with ServerProcess(arguments, env=CHECKED | env, timeout_seconds=420) as server:
+    with ServerProcess(arguments, env=SERVER_ENV | env, timeout_seconds=420) as server:
         yield server
 
 
@@ -43,8 +53,19 @@ def run_all(server: ServerProcess, jobs: list[Job], at_once: int) -> dict[str, A
 
 
 @pytest.fixture(scope="session")
-def plain_answers(target: Path) -> dict[str, Any]:
-    """Answers of the same server without speculation; greedy jobs only."""
+def plain_answers(target: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """Answers of the same server without speculation; greedy jobs only. One worker asks for all of them."""
+    root = tmp_path_factory.getbasetemp()
+    path = (root.parent if WORKERS > 1 else root) / "plain_answers.pickle"
+    with path.with_suffix(".lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if not path.exists():
+            path.write_bytes(pickle.dumps(ask_without_speculation(target)))
+        answers: dict[str, Any] = pickle.loads(path.read_bytes())
+    return answers
+
+
+def ask_without_speculation(target: Path) -> dict[str, Any]:
     topics = enumerate(RETRACTION_PROMPTS)
     more = [native(f"retract {n}", text, new_tokens=RETRACTION_TOKENS, ignore_eos=True) for n, text in topics]
     more += finish_jobs()

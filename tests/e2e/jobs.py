@@ -9,7 +9,7 @@ from typing import Any
 
 import requests
 
-from dspark.demo.server import ServerProcess
+from dspark.demo.server import ServerProcess, stream_pieces
 
 MODEL = "default"
 PERSON = json.dumps(
@@ -52,11 +52,6 @@ def _post(server: ServerProcess, path: str, payload: dict[str, Any], stream: boo
     return response
 
 
-def _events(response: requests.Response) -> list[dict[str, Any]]:
-    lines = (line.removeprefix(b"data:").strip() for line in response.iter_lines() if line.startswith(b"data:"))
-    return [json.loads(line) for line in lines if line != b"[DONE]"]
-
-
 def chat(name: str, text: str, *, stream: bool, greedy: bool = True, **fields: Any) -> Job:
     """OpenAI chat completion; returns the text and the finish reason."""
     payload = {"model": MODEL, "messages": [{"role": "user", "content": text}], "temperature": 0 if greedy else 0.9}
@@ -67,7 +62,7 @@ def chat(name: str, text: str, *, stream: bool, greedy: bool = True, **fields: A
         if not stream:
             choice = response.json()["choices"][0]
             return choice["message"]["content"], choice["finish_reason"]
-        choices = [event["choices"][0] for event in _events(response) if event["choices"]]
+        choices = [event["choices"][0] for event in stream_pieces(response) if event["choices"]]
         return "".join(choice["delta"].get("content") or "" for choice in choices), choices[-1]["finish_reason"]
 
     return Job(name, run, greedy)
@@ -88,7 +83,7 @@ def completion(name: str, prompt: str, *, stream: bool = False, greedy: bool = T
         if not stream:
             choice = response.json()["choices"][0]
             return choice["text"], choice["finish_reason"]
-        choices = [event["choices"][0] for event in _events(response) if event["choices"]]
+        choices = [event["choices"][0] for event in stream_pieces(response) if event["choices"]]
         return "".join(choice["text"] for choice in choices), choices[-1]["finish_reason"]
 
     return Job(name, run, greedy)

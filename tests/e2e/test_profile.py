@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from dspark.demo.server import ServerProcess, device_args
-from tests.e2e.conftest import DSPARK
+from tests.e2e.conftest import DSPARK, SERVER_ENV
 
 
 @pytest.fixture(scope="module")
@@ -19,6 +19,7 @@ def server(target: Path) -> Iterator[ServerProcess]:
     # SGLang's profiler refuses a server with --disable-cuda-graph; on a CPU it captures none either way.
     flags = [flag for flag in device_args("cpu") if flag != "--disable-cuda-graph"]
     env = {"SGLANG_DSPARK_ENABLE_SPS_RECORD": "1", "SGLANG_SIMULATE_ACC_LEN": "1.0", "SGLANG_DSPARK_STATIC_STEP": "1"}
+    env |= SERVER_ENV
     arguments = ["--model-path", str(target), *flags, *DSPARK, "--max-running-requests", "2"]
     with ServerProcess([*arguments, "--max-total-tokens", "12000"], env=env, timeout_seconds=420) as running:
         yield running
