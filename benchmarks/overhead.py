@@ -2,9 +2,9 @@
 
     python -m benchmarks.overhead --target TARGET --draft DRAFT --batches 1,64 --out overhead_h200.json
 
-One server; ``dspark_counting`` switches while it serves, so both arms are the same process with the same graphs. Rounds
-alternate, each of them as in ``benchmarks.serve``: ``batch`` greedy requests in one HTTP request, tokens per second from
-the host's log. Medians, ranges, and the ratio with its 95% interval are printed; the last line is JSON.
+One server; ``dspark_counting`` switches while it serves, so both arms are the same process with the same graphs.
+Rounds alternate, each of them as in ``benchmarks.serve``: ``batch`` greedy requests in one HTTP request, tokens per
+second from the host's log. Medians, ranges, and the ratio with its 95% interval are printed; the last line is JSON.
 """
 
 from __future__ import annotations

@@ -35,6 +35,7 @@ def _parser() -> argparse.ArgumentParser:
     _add_calibrate(commands)
     _add_profile(commands)
     _add_records(commands)
+    _add_report(commands)
     return parser
 
 
@@ -127,6 +128,25 @@ def _add_records(commands: argparse._SubParsersAction[argparse.ArgumentParser]) 
     parser.set_defaults(run=_records)
 
 
+def _add_report(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    parser = commands.add_parser("report", help="draw what a server did as one HTML page")
+    source = parser.add_mutually_exclusive_group(required=True)
+    source.add_argument("--url", help="of a running server")
+    source.add_argument(
+        "--records", type=Path, metavar="FILE", help="of `python -m dspark records`: .parquet or .jsonl"
+    )
+    source.add_argument("--server-info", type=Path, metavar="FILE.json", help="a saved answer of /server_info")
+    parser.add_argument("--out", type=Path, default=Path("dspark-report.html"), metavar="FILE.html")
+    parser.add_argument(
+        "--watch",
+        type=float,
+        default=5.0,
+        metavar="SECONDS",
+        help="of a running server, for its speed now (%(default)s)",
+    )
+    parser.set_defaults(run=_report)
+
+
 def _doctor(args: argparse.Namespace) -> int:
     from dspark.host.doctor import main as doctor
 
@@ -155,6 +175,12 @@ def _profile(args: argparse.Namespace) -> int:
     from dspark.profile.run import main as profile
 
     return profile(args)
+
+
+def _report(args: argparse.Namespace) -> int:
+    from dspark.report.run import main as report
+
+    return report(args)
 
 
 def _records(args: argparse.Namespace) -> int:

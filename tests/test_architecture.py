@@ -30,7 +30,8 @@ ARROWS = {
     "bench": {"errors", "config", "demo"},
     "calibrate": {"errors", "config", "bench", "demo", "scheduler"},
     "profile": {"errors", "config", "scheduler"},
-    "__main__": {"errors", "config", "bench", "calibrate", "demo", "host", "observe", "profile"},
+    "report": {"errors", "calibrate", "observe"},
+    "__main__": {"errors", "config", "bench", "calibrate", "demo", "host", "observe", "profile", "report"},
     "__init__": {"errors"},
 }
 FORBIDDEN = (

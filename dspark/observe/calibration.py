@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import threading
 from collections import deque
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,6 +23,11 @@ CLASSES = ("greedy", "to_0.5", "to_1", "above_1")
 _BOUNDS = np.array([0.0, 0.5, 1.0])  # largest temperature of each class but the last
 _FOLD_STEPS = 64
 _TOTALS = ("judged", "censored", "predicted", "accepted")
+
+
+def class_names(temperature: Sequence[float]) -> list[str]:
+    """The class of each sampling temperature; 0: greedy."""
+    return [CLASSES[at] for at in np.searchsorted(_BOUNDS, np.asarray(temperature, dtype=float))]
 
 
 @dataclass(frozen=True)

@@ -268,6 +268,8 @@ class StepCounters:
             "ceiling": {
                 "request_steps": int(ceiling.sum()),
                 "tokens": int(ceiling.sum(axis=0) @ np.arange(self._size)),
+                # The ceiling is known where full windows were forwarded: what was cut there is what trimming cost.
+                "committed": int((ceiling * np.minimum(*np.indices(ceiling.shape))).sum()),
             },
             "steps": {name: self._steps[name] for name in ("drafted", "draft_off")},
             "tiers": {str(rows): count for rows, count in sorted(self._tiers.items())},

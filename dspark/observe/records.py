@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import threading
 import urllib.request
@@ -169,6 +170,23 @@ def _recorded(kept: _Kept) -> RecordedStep:
     )
 
 
+def server_info(url: str) -> Any:
+    """What the server at ``url`` answers to ``/server_info``.
+
+    Raises:
+        HostError: no answer, or none in JSON.
+    """
+    try:
+        with urllib.request.urlopen(url.rstrip("/") + "/server_info", timeout=_TIMEOUT_SECONDS) as answer:
+            return json.load(answer)
+    except (OSError, ValueError) as error:
+        raise _no_state(url, error) from error
+
+
+def _no_state(url: str, error: Exception) -> HostError:
+    return HostError(f"found no state of a server at {url}: {error}; required is the address of a running server")
+
+
 def fetch(url: str) -> RecordDump:
     """The records of the server at ``url``.
 
@@ -176,12 +194,9 @@ def fetch(url: str) -> RecordDump:
         HostError: no answer, no dspark server, or one that keeps no records.
     """
     try:
-        with urllib.request.urlopen(url.rstrip("/") + "/server_info", timeout=_TIMEOUT_SECONDS) as answer:
-            found = json.load(answer)["internal_states"][0].get("dspark_info_record") or {}
-    except (OSError, ValueError, LookupError) as error:
-        raise HostError(
-            f"found no state of a server at {url}: {error}; required is the address of a running server"
-        ) from error
+        found = server_info(url)["internal_states"][0].get("dspark_info_record") or {}
+    except LookupError as error:
+        raise _no_state(url, error) from error
     if found.get("step_records") is None:
         raise HostError(
             f"found no step records at {url}; required is a dspark server that keeps them; start it with "
@@ -191,6 +206,36 @@ def fetch(url: str) -> RecordDump:
         return RecordDump.model_validate(found["step_records"])
     except ValidationError as error:
         raise HostError(f"found step records of another form at {url}: {error}; use the server's version") from error
+
+
+def read(path: Path) -> list[RecordedStep]:
+    """The steps in a file that ``write`` has made, oldest first.
+
+    Raises:
+        ConfigError: another ending, or a file that cannot be read or holds something else.
+    """
+    try:
+        if path.suffix == ".parquet":
+            from pyarrow import parquet
+
+            rows = parquet.read_table(path).to_pylist()
+        elif path.suffix == ".jsonl":
+            rows = [json.loads(line) for line in path.read_text().splitlines()]
+        else:
+            raise ConfigError(f"found the records file {path}; required is one that ends in .parquet or .jsonl")
+        return [_regrouped(list(step)) for _, step in itertools.groupby(rows, key=lambda row: row["iteration"])]
+    except (OSError, ValueError, LookupError, TypeError) as error:
+        if isinstance(error, ConfigError):
+            raise
+        raise ConfigError(
+            f"found no step records in {path}: {error}; required is a file of `python -m dspark records`; write it anew"
+        ) from error
+
+
+def _regrouped(rows: list[dict[str, Any]]) -> RecordedStep:
+    step = {name: rows[0][name] for name in StepRow.model_fields}
+    requests = [{name: row[name] for name in RequestRow.model_fields if name in row} for row in rows]
+    return RecordedStep.model_validate(step | {"requests": requests})
 
 
 def write(records: RecordDump, path: Path) -> int:

@@ -61,17 +61,28 @@ class CostLearner:
     def _count(self, note: StepNote, seconds: float) -> None:
         octave = int(math.log2(max(note.context_tokens / note.requests, 1.0)))
         error = abs(note.predicted_seconds - seconds)
-        self._sums[note.requests, octave] += (1.0, note.predicted_seconds, seconds, error)
+        self._sums[note.requests, octave] += (1.0, note.predicted_seconds, seconds, error, note.context_tokens)
+
+    def _instead(self, requests: int, steps: int, context_tokens: float) -> dict[str, float | None]:
+        full = self.costs.predicted(True, requests, requests * (self.costs.gamma + 1), context_tokens)
+        plain = self.costs.predicted(False, requests, requests, context_tokens)
+        return {"full_window_seconds": steps * full, "plain_seconds": steps * plain if plain else None}
 
     def clear(self) -> None:
         """Forget the sums, not what was learned."""
-        self._sums: defaultdict[tuple[int, int], np.ndarray] = defaultdict(lambda: np.zeros(4))
+        self._sums: defaultdict[tuple[int, int], np.ndarray] = defaultdict(lambda: np.zeros(5))
 
     def statistics(self) -> dict[str, Any]:
-        """Predicted and measured time per batch size and octave of context; sums, of unbroken runs of steps only."""
+        """Predicted and measured time per batch size and octave of context; sums, of unbroken runs of steps only.
+
+        ``full_window_seconds`` and ``plain_seconds`` are what as many steps would take with full windows and without a
+        draft, as it is believed now; ``plain_seconds`` is None if the table does not say what plain decoding takes.
+        """
+        names = ("predicted_seconds", "measured_seconds", "error_seconds")
         rows = [
             {"requests": requests, "context_from": 2**octave, "steps": int(sums[0])}
-            | dict(zip(("predicted_seconds", "measured_seconds", "error_seconds"), sums[1:].tolist(), strict=True))
+            | dict(zip(names, sums[1:4].tolist(), strict=True))
+            | self._instead(requests, int(sums[0]), float(sums[4] / sums[0]))
             for (requests, octave), sums in sorted(self._sums.items())
         ]
         learned = self._refinement

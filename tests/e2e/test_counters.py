@@ -16,6 +16,7 @@ from dspark.__main__ import main
 from dspark.demo.server import ServerProcess
 from dspark.observe.records import fetch
 from tests.e2e.conftest import DSPARK, cost_table, record, serve, set_state
+from tests.report.cases import embedded
 
 PROMPTS = [
     ("Count from one to twenty: one, two,", {"temperature": 0.0, "max_new_tokens": 48}),
@@ -160,3 +161,29 @@ def test_prometheus_shows_the_same_numbers(server: ServerProcess, answers: list[
         last = sum(float(number) for kind, labels, number in shown if kind == "bucket" and 'le="+Inf"' in labels)
         assert count == last >= least > 0, name
     assert sum(scraped(server, "committed_tokens").values()) == pytest.approx(sum(scraped(server, "tokens").values()))
+
+
+def test_a_report_shows_what_the_server_counted(
+    server: ServerProcess, answers: list[dict[str, Any]], tmp_path: Path
+) -> None:
+    page, of_file = tmp_path / "report.html", tmp_path / "of-file.html"
+    assert main(["report", "--url", server.url, "--watch", "0.2", "--out", str(page)]) == 0
+    counters, report = record(server)["counters"], embedded(page)
+    tables = {table.id: table.rows for section in report.sections for table in section.tables}
+    sums = dict(map(tuple, tables["sums"]))
+    for name in ("request_steps", "proposed", "trimmed", "accepted", "committed", "delivered", "rows"):
+        assert sums[name] == counters[name]
+    assert {row[-1] for row in tables["identities"]} == {"yes"}
+    charts = {chart.id: chart for section in report.sections for chart in section.charts}
+    assert {"frontier", "work", "places", "reliability", "windows", "tiers", "ceiling", "budget", "predicted"} <= set(
+        charts
+    )
+    assert {"step-times", "classes", "requests"} <= set(charts)
+    windows = charts["windows"].series[0].y
+    assert windows == pytest.approx([count / sum(counters["windows"]) for count in counters["windows"][1:]])
+    assert next(one for one in report.verdicts if one.id == "speculation").answer == "not known", "a table by hand"
+    assert main(["records", "--url", server.url, "--out", str(tmp_path / "steps.parquet")]) == 0
+    assert main(["report", "--records", str(tmp_path / "steps.parquet"), "--out", str(of_file)]) == 0
+    again = {chart.id: chart for section in embedded(of_file).sections for chart in section.charts}
+    assert again["places"] == charts["places"]
+    assert again["windows"] == charts["windows"]

@@ -104,7 +104,7 @@ def test_the_ceiling_is_added_where_it_is_known() -> None:
     slots = np.array([0, 1])
     counters.add(facts(slots), StepCounts(np.array([2, 2]), np.array([2, 0]), np.array([6, 1])), 0.0)
     counters.add(facts(slots), StepCounts(np.array([2, 2]), np.array([2, 0])), 0.0)
-    assert counters.statistics()["ceiling"] == {"request_steps": 2, "tokens": 7}
+    assert counters.statistics()["ceiling"] == {"request_steps": 2, "tokens": 7, "committed": 3}
 
 
 def test_only_back_to_back_steps_are_timed() -> None:

@@ -1,0 +1,1 @@
+"""``python -m dspark report``: what a server did, as one HTML page that needs nothing else."""

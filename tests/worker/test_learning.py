@@ -1,0 +1,26 @@
+"""What the statistics say of steps that were not run: full windows and plain decoding, for the steps that were."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from dspark.cuda_graph.timing import StepTime
+from dspark.scheduler.tier_costs import TierCosts
+from dspark.worker.learning import CostLearner
+from tests.scheduler.cases import steep
+
+GAMMA = 7
+
+
+@pytest.mark.parametrize("plain", [True, False])
+def test_the_same_steps_with_full_windows_and_without_a_draft(plain: bool) -> None:
+    """Three requests, 12 of 24 rows: 2 ms and 0.1 ms per row; plain decoding 1 ms and as much."""
+    learner = CostLearner(TierCosts(steep(64, plain=plain), np.arange(1, 65), GAMMA), None)
+    note = learner.note(True, 3, 12, 3 * 100.0)
+    learner.learn([StepTime(note, 0.004, 0.004)] * 5)
+    (row,) = learner.statistics()["by_batch_and_context"]
+    assert (row["requests"], row["context_from"], row["steps"]) == (3, 64, 5)
+    assert row["predicted_seconds"] == pytest.approx(5 * 0.0032)
+    assert row["full_window_seconds"] == pytest.approx(5 * 0.0044)
+    assert row["plain_seconds"] == (pytest.approx(5 * 0.0013) if plain else None)
