@@ -16,6 +16,7 @@ from dspark.__main__ import main
 from dspark.demo.server import ServerProcess
 from dspark.observe.records import fetch
 from tests.e2e.conftest import DSPARK, cost_table, record, serve, set_state
+from tests.observe.test_dashboard import DASHBOARD
 from tests.report.cases import embedded
 
 PROMPTS = [
@@ -160,6 +161,11 @@ def test_prometheus_shows_the_same_numbers(server: ServerProcess, answers: list[
         count = sum(float(number) for kind, _, number in shown if kind == "count")
         last = sum(float(number) for kind, labels, number in shown if kind == "bucket" and 'le="+Inf"' in labels)
         assert count == last >= least > 0, name
+    happened_not = ("graph_misses", "late_confidences", "ceiling")
+    of_dashboard = set(re.findall(r"sglang:dspark_\w+", DASHBOARD.read_text()))
+    required = {name for name in of_dashboard if not name.removeprefix("sglang:dspark_").startswith(happened_not)}
+    assert len(required) > 20
+    assert required <= set(re.findall(r"^sglang:dspark_\w+", text, re.MULTILINE))
     assert sum(scraped(server, "committed_tokens").values()) == pytest.approx(sum(scraped(server, "tokens").values()))
 
 
