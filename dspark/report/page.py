@@ -28,7 +28,7 @@ def page(report: Report) -> str:
         f'<link rel="icon" href="data:,"><style>{STYLE}</style></head>\n'
         f"<body><header><h1>{escape(report.title)}</h1>{_facts(report.facts)}</header>\n"
         f'<main><div class="verdicts">{"".join(_verdict(one) for one in report.verdicts)}</div>\n'
-        f"<nav>{links}</nav>\n{body}</main>\n"
+        f'<nav>{links}</nav>\n<div class="sections">{body}</div></main>\n'
         f'<script type="application/json" id="{JSON_ID}">{data}</script></body></html>\n'
     )
 
@@ -53,9 +53,10 @@ def _verdict(one: Verdict) -> str:
 def _section(one: Section) -> str:
     words = "".join(f"<p>{escape(text)}</p>" for text in one.words)
     charts = "".join(_chart(chart) for chart in one.charts)
-    figures = f'<div class="figures">{charts}</div>' if charts else ""
     tables = "".join(_table(table, open_=not one.charts) for table in one.tables)
-    return f'<section id="{one.id}"><h2>{escape(one.title)}</h2>{words}{figures}{tables}</section>\n'
+    inside = f'<div class="figures">{charts}</div>{tables}' if charts else f'<div class="tables">{tables}</div>'
+    half = ' class="half"' if len(one.charts) == 1 else ""
+    return f'<section id="{one.id}"{half}><h2>{escape(one.title)}</h2>{words}{inside}</section>\n'
 
 
 def _chart(chart: Chart) -> str:
@@ -77,10 +78,11 @@ def _table(table: Table, open_: bool = False) -> str:
         + "</tr>"
         for row in table.rows
     )
-    summary = "Numbers" if table.id.endswith("-table") else table.title
+    of_chart = table.id.endswith("-table")
+    summary, hidden = ("Numbers", "") if of_chart else (table.title, ' class="unseen"')
     return (
         f"<details{' open' * open_}><summary>{escape(summary)}</summary>"
-        f'<div class="scroll" tabindex="0"><table id="{table.id}"><caption>{escape(table.title)}</caption>'
+        f'<div class="scroll" tabindex="0"><table id="{table.id}"><caption{hidden}>{escape(table.title)}</caption>'
         f"<thead><tr>{head}</tr></thead><tbody>{body}</tbody></table></div></details>"
     )
 

@@ -15,7 +15,7 @@ from dspark.report.verdict import calibration, counters, speculation, trimming
 from dspark.report.windows import ceiling, requests, windows
 
 _VERDICTS = (speculation, trimming, calibration)
-_SECTIONS = (frontier, acceptance, windows, ceiling, load, step_times, classes, requests, counters)
+_SECTIONS = (frontier, acceptance, windows, ceiling, classes, load, step_times, requests, counters)
 
 
 def report_of(observed: Observed) -> Report:

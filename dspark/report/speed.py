@@ -4,10 +4,13 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
+
 from dspark.report.model import Axis, Chart, Section, Series, Table
 from dspark.report.model import Column as C
 from dspark.report.source import Observed
 from dspark.report.sums import by_batch, cells
+from dspark.report.svg import COLOURS
 
 LEAST_STEPS = 8  # of a batch size that is drawn: few steps are noise
 _PER_REQUEST, _PER_SECOND = "tokens per second of one request", "tokens per second, all requests"
@@ -138,22 +141,33 @@ def step_times(observed: Observed) -> Section:
 
 def _predicted(rows: list[dict[str, Any]]) -> Chart:
     series = []
-    for context in sorted({row["context_from"] or 0 for row in rows}):
-        mine = [row for row in rows if (row["context_from"] or 0) == context]
-        name = f"context from {context} tokens" if context else "by batch size"
-        measured = [1e3 * row["measured_seconds"] / row["steps"] for row in mine]
-        predicted = [1e3 * row["predicted_seconds"] / row["steps"] for row in mine]
-        series.append(Series(name=name, x=[*measured], y=[*predicted], labels=[str(row["requests"]) for row in mine]))
+    for first, last in _ranges(sorted({row["context_from"] or 0 for row in rows})):
+        sums: dict[int, np.ndarray] = {}
+        for row in rows:
+            if first <= (row["context_from"] or 0) <= last:
+                parts = (row["steps"], row["measured_seconds"], row["predicted_seconds"])
+                sums.setdefault(row["requests"], np.zeros(3))[:] += parts
+        measured, predicted = ([1e3 * float(one[at] / one[0]) for size, one in sorted(sums.items())] for at in (1, 2))
+        name = f"context {first:,} to {2 * last - 1:,}" if last else "by batch size"
+        series.append(Series(name=name, x=measured, y=predicted, labels=[str(size) for size in sorted(sums)]))
     return Chart(
         id="predicted",
         title="Predicted over measured",
-        words="mean milliseconds of a step; a point per batch size (its label) and context",
+        words="mean milliseconds of a step; a point per batch size (its label) and tokens of context per request",
         kind="points",
         x=Axis(label="measured, ms", log=True),
         y=Axis(label="predicted, ms", log=True),
         series=series,
         diagonal="perfect",
     )
+
+
+def _ranges(contexts: list[int]) -> list[tuple[int, int]]:
+    """First and last of neighbouring octaves of context, in as many groups as there are colours."""
+    groups = [(one, one) for one in contexts]
+    while len(groups) > COLOURS:
+        groups = [(*groups[at][:1], *groups[min(at + 1, len(groups) - 1)][1:]) for at in range(0, len(groups), 2)]
+    return groups
 
 
 def _errors(rows: list[dict[str, Any]]) -> list[Table]:

@@ -23,8 +23,11 @@ p{margin:0 0 6px;overflow-wrap:anywhere}
 .answer{font-size:1.3rem;font-weight:650;color:var(--open)}
 .yes .answer{color:var(--yes)}.no .answer{color:var(--no)}
 nav{display:flex;flex-wrap:wrap;gap:4px 16px;margin:14px 0;font-size:.9rem}nav a{color:var(--s0)}
-section{margin-bottom:16px}
+.sections{display:grid;grid-template-columns:minmax(0,1fr);gap:16px;margin-bottom:24px}
+@media (min-width:900px){.sections{grid-template-columns:repeat(2,minmax(0,1fr))}section{grid-column:1/-1}
+section.half{grid-column:auto}}
 .figures{display:grid;grid-template-columns:repeat(auto-fit,minmax(min(100%,330px),1fr));gap:20px;margin:10px 0}
+.tables{display:grid;grid-template-columns:repeat(auto-fit,minmax(min(100%,420px),1fr));gap:8px 24px}
 figure{margin:0;min-width:0;max-width:560px;display:flex;flex-direction:column}
 figcaption p{color:var(--soft);font-size:.88rem}
 .chart{width:100%;height:auto;display:block;margin-top:auto}
@@ -40,13 +43,13 @@ svg text{fill:var(--soft);font-size:9.5px}svg .label{font-size:10px;fill:var(--i
 .s0{fill:var(--s0);stroke:none}.s1{fill:var(--s1)}.s2{fill:var(--s2)}.s3{fill:var(--s3)}
 .line.s0{fill:none;stroke:var(--s0)}.line.s1{fill:none;stroke:var(--s1)}.line.s2{fill:none;stroke:var(--s2)}
 .line.s3{fill:none;stroke:var(--s3)}
-details{margin-top:8px}summary{cursor:pointer;color:var(--s0);font-size:.88rem}
+details{margin-top:8px;min-width:0}summary{cursor:pointer;color:var(--s0);font-size:.88rem}
 .scroll{overflow-x:auto;max-height:420px;overflow-y:auto;margin-top:6px}
 table{border-collapse:collapse;font-size:.85rem;font-variant-numeric:tabular-nums}
 caption{text-align:left;color:var(--soft);padding-bottom:4px}
 th,td{padding:3px 12px 3px 0;text-align:right;border-bottom:1px solid var(--rule);white-space:nowrap}
 th:first-child,td:first-child{text-align:left;position:sticky;left:0;background:var(--card)}
-th{font-weight:550}tbody th{font-weight:400}
-@media (max-width:480px){body{font-size:14px}header,main{padding-left:10px;padding-right:10px}
-tbody th{white-space:normal;min-width:7em}}
+th{font-weight:550}tbody th{font-weight:400;white-space:normal;min-width:7em}
+.unseen{position:absolute;clip-path:inset(50%);width:1px;height:1px;overflow:hidden}
+@media (max-width:480px){body{font-size:14px}header,main{padding-left:10px;padding-right:10px}}
 """

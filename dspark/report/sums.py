@@ -86,6 +86,12 @@ def full_window_tokens(observed: Observed) -> float | None:
     return 1.0 + float(np.cumprod([accepted / reached if reached else 1.0 for accepted, reached in pairs]).sum())
 
 
+def drafted_tokens(observed: Observed) -> float | None:
+    """Tokens committed per request step with a draft; None: there was none."""
+    histogram = observed.counters["committed_histogram"]
+    return ratio(sum(tokens * steps for tokens, steps in enumerate(histogram)), sum(histogram))
+
+
 @dataclass(frozen=True)
 class Speed:
     """Measured tokens per second, and predicted ones of something else, over the same steps."""
@@ -112,8 +118,8 @@ def against_full(observed: Observed) -> Speed | None:
     if not sums["request_steps"]:
         return None
     if found is not None:
-        # The steps of the ceiling may be a part of those that were timed: what counts is the share.
-        each = sums["committed"] / sums["request_steps"] / found.committed
+        # The steps of the ceiling may be a part of those that drafted: what counts is the share.
+        each = (drafted_tokens(observed) or 0.0) / found.committed
         tokens = (found.low * each, found.middle * each, found.high * each)
     else:
         guess = full_window_tokens(observed)

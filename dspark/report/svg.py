@@ -17,6 +17,8 @@ WIDTH, HEIGHT = 360, 250
 _LEFT, _RIGHT, _TOP, _BOTTOM = 46, 12, 12, 38
 _INNER = (WIDTH - _LEFT - _RIGHT, HEIGHT - _TOP - _BOTTOM)
 _TICKS = 5
+COLOURS = 4  # and shapes; more series than this begin again
+_EACH = 10  # counts that all get a tick
 _MARGIN = 0.06  # of the range that points span, around it
 _LABELLED = 14  # points of a series that get their label written beside them
 _CORNERS = (  # a square, a triangle, a diamond
@@ -61,7 +63,7 @@ def scale(values: Sequence[float], axis: Axis, from_zero: bool) -> Scale:
     high += room
     if axis.unit == "percent" and high >= 0.9:
         high = max(1.0, high - room)
-    step = _nice((high - low) / _TICKS, whole=axis.unit == "count")
+    step = _nice((high - low) / (_TICKS if axis.unit != "count" or high - low > _EACH else _EACH), axis.unit == "count")
     first, last = math.ceil(low / step - 1e-9), math.floor(high / step + 1e-9)
     return Scale(low, high, tuple(step * number for number in range(first, last + 1)))
 
@@ -112,23 +114,21 @@ def _axes(chart: Chart, up: Scale) -> str:
 
 def _mark(number: int, x: float, y: float, size: float = 1.0) -> str:
     """A shape per series, so that nothing depends on colours alone."""
-    if number % 4 == 0:
+    if number % COLOURS == 0:
         return f'<circle cx="{x}" cy="{y}" r="{3.6 * size:.2f}"/>'
-    points = " ".join(f"{x + 3.4 * size * a:.2f},{y + 3.4 * size * b:.2f}" for a, b in _CORNERS[number % 4 - 1])
+    points = " ".join(f"{x + 3.4 * size * a:.2f},{y + 3.4 * size * b:.2f}" for a, b in _CORNERS[number % COLOURS - 1])
     return f'<polygon points="{points}"/>'
 
 
 def swatch(chart: Chart, number: int) -> str:
     """The mark of a series, for a legend."""
     inside = '<rect x="1" y="1" width="10" height="10" rx="2"/>' if chart.kind == "bars" else _mark(number, 6, 6)
-    return f'<svg class="swatch s{number % 4}" viewBox="0 0 12 12" aria-hidden="true">{inside}</svg>'
+    return f'<svg class="swatch s{number % COLOURS}" viewBox="0 0 12 12" aria-hidden="true">{inside}</svg>'
 
 
 def _group(number: int, one: Series, x: float | str, y: float, inside: str, title: str) -> str:
-    return (
-        f'<g class="mark s{number % 4}" data-series="{escape(one.name)}" data-x="{escape(str(x))}" data-y="{y!r}">'
-        f"<title>{escape(title)}</title>{inside}</g>"
-    )
+    data = f'data-series="{escape(one.name)}" data-x="{escape(str(x))}" data-y="{y!r}"'
+    return f'<g class="mark s{number % COLOURS}" {data}><title>{escape(title)}</title>{inside}</g>'
 
 
 def _described(chart: Chart, one: Series, at: int) -> str:
@@ -146,7 +146,11 @@ def _points(chart: Chart) -> str:
     if chart.diagonal and chart.x.log:  # one range, so that the line y = x is the diagonal of the picture
         xs = ys = xs + ys
     share = chart.x.unit == "percent"
-    across = Scale(0.0, 1.0, (0.0, 0.2, 0.4, 0.6, 0.8, 1.0)) if share else scale(xs, chart.x, chart.kind == "lines")
+    across = (
+        Scale(0.0, 1.0, (0.0, 0.2, 0.4, 0.6, 0.8, 1.0))
+        if share
+        else scale(xs, chart.x, chart.kind == "lines" and chart.x.unit != "count")
+    )
     up = Scale(0.0, 1.0, across.ticks) if share else scale(ys, chart.y, not chart.y.log)
     parts = [_axes(chart, up)]
     for tick in across.ticks:
@@ -160,7 +164,7 @@ def _points(chart: Chart) -> str:
         placed = [(_x(across.at(x)), _y(up.at(y))) for x, y, _ in line]
         if chart.kind == "lines" and len(placed) > 1:
             path = "L".join(f"{x} {y}" for x, y in placed)
-            parts.append(f'<path class="line s{number % 4}{" dashed" * one.dashed}" d="M{path}"/>')
+            parts.append(f'<path class="line s{number % COLOURS}{" dashed" * one.dashed}" d="M{path}"/>')
         for (x, y), (_, value, at) in zip(placed, line, strict=True):
             size = math.sqrt(one.weights[at] / max(one.weights)) if one.weights else 1.0
             mark = _mark(number, x, y, max(1.4 * size, 0.4) if one.weights else 1.0)

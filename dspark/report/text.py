@@ -10,7 +10,7 @@ _THOUSAND = 1000
 def written(value: Value, unit: Unit, short: bool = False) -> str:
     """A value as text. ``short``: for the ticks of an axis."""
     if value is None:
-        return "–"  # noqa: RUF001
+        return "-"
     if isinstance(value, str) or unit == "text":
         return str(value)
     if unit == "percent":

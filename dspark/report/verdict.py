@@ -106,12 +106,11 @@ def counters(observed: Observed) -> Section:
     sums = observed.counters
     rows: list[list[Value]] = [[name, value] for name, value in sums.items() if isinstance(value, int)]
     rows += [[f"{name}: {key}", count] for name in ("steps", "ceiling") for key, count in sums[name].items()]
-    names = ("drafts proposed", "drafts tested", "tested drafts accepted", "committed per request step")
-    values = [
-        (sums["proposed"], None),
-        (sums["tested"], ratio(sums["tested"], sums["proposed"])),
-        (sums["accepted"], ratio(sums["accepted"], sums["tested"])),
-        (sums["committed"], ratio(sums["committed"], sums["request_steps"])),
+    ratios: list[list[Value]] = [
+        ["drafts tested, of those proposed", ratio(sums["tested"], sums["proposed"])],
+        ["drafts accepted, of those tested", ratio(sums["accepted"], sums["tested"])],
+        ["rows per request step", ratio(sums["rows"], sums["request_steps"])],
+        ["tokens committed per request step", ratio(sums["committed"], sums["request_steps"])],
     ]
     checks = identities(observed)
     broken = [name for name, left, right in checks if left != right]
@@ -122,7 +121,6 @@ def counters(observed: Observed) -> Section:
     rows += [[f"confidences: {name}", count] for name, count in relay.items()]
     if "late_confidences" in observed.schedule:
         rows.append(["late confidences", observed.schedule["late_confidences"]])
-    shares = [[name, count, share] for name, (count, share) in zip(names, values, strict=True)]
     return Section(
         id="counters",
         title="Counters",
@@ -145,12 +143,8 @@ def counters(observed: Observed) -> Section:
             Table(
                 id="ratios",
                 title="Ratios",
-                columns=[
-                    C(name="what", unit="text"),
-                    C(name="count", unit="count"),
-                    C(name="of what is above, or per step"),
-                ],
-                rows=shares,
+                columns=[C(name="what", unit="text"), C(name="ratio")],
+                rows=ratios,
             ),
             Table(
                 id="sums",

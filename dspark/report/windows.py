@@ -12,7 +12,7 @@ from dspark.report.model import Axis, Chart, Section, Series, Table
 from dspark.report.model import Column as C
 from dspark.report.source import Observed
 from dspark.report.sums import ceiling as ceiling_of
-from dspark.report.sums import full_window_tokens, ratio
+from dspark.report.sums import drafted_tokens, full_window_tokens, ratio
 
 LONGEST_REQUESTS = 200  # drawn
 LEAST_STEPS = 4  # of a request that is drawn: the mean of fewer says little
@@ -71,13 +71,12 @@ def ceiling(observed: Observed) -> Section:
     ]
     charts = []
     if found is None:
-        guess = full_window_tokens(observed)
+        guess, committed = full_window_tokens(observed), drafted_tokens(observed)
         words.append(_why_not(observed))
-        if guess is not None and steps:
-            committed = counters["committed"] / steps
+        if guess is not None and committed is not None:
             words.append(
-                f"A rough guess: if drafts that were left out were accepted as often as those reached in their "
-                f"place, a full window would commit {guess:.2f} tokens; {committed:.2f} were committed."
+                "A rough guess: if drafts that were left out were accepted as often as those reached in their place, a "
+                f"full window would commit {guess:.2f} tokens; steps with a draft have committed {committed:.2f}."
             )
             names = ["committed", "full window, guessed"]
             charts.append(_bars(names, [committed, guess], None, None))

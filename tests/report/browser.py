@@ -35,7 +35,8 @@ def chromium(folder: Path) -> Iterator[webdriver.Chrome]:
     browser, driver = _programs()
     options = webdriver.ChromeOptions()
     options.binary_location = browser
-    for flag in (*_FLAGS, f"--user-data-dir={folder}"):
+    # Without an address of its own it would open its start page, which asks for more.
+    for flag in (*_FLAGS, f"--user-data-dir={folder}", "about:blank"):
         options.add_argument(flag)
     options.set_capability("goog:loggingPrefs", {"browser": "ALL", "performance": "ALL"})
     # The driver is on this machine: a proxy of the environment must not see it.

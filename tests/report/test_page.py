@@ -63,7 +63,7 @@ def requested(browser: webdriver.Chrome) -> list[str]:
     """Addresses that the page has asked for."""
     events = [json.loads(line["message"])["message"] for line in browser.get_log("performance")]
     found = [one["params"]["request"]["url"] for one in events if one["method"] == "Network.requestWillBeSent"]
-    return [url for url in found if not url.startswith(("data:", "chrome:"))]
+    return [url for url in found if not url.startswith(("data:", "chrome:", "chrome-untrusted:"))]
 
 
 def test_nothing_is_fetched_and_nothing_is_complained_about(browser: webdriver.Chrome, made: Path) -> None:
