@@ -144,8 +144,7 @@ def plan(
     if requests == 0:
         return BudgetPlan(False, 0, 0, 0, 0.0, 0.0, 0.0, Reason.IDLE, state)
     row = costs.row(requests)
-    order = np.negative(believed(survival, theta), dtype=np.float32).ravel()
-    order.sort()  # ascending negatives are descending survivals
+    order = _ranked(survival, theta)
     tokens = _tokens(order, row, requests)
     learned = costs.correction(requests, context_tokens)
     seconds = _seconds(row, costs, learned, context_tokens)
@@ -159,10 +158,8 @@ def plan(
     if plain is not None:
         off = _Choice(-1, requests / plain / full_rate - 1.0, Reason.DRAFT_OFF, float(requests), plain)
         probe = _probe(row, tokens, seconds, full_rate, requests)
-        # Tokens beyond what is expected, if the confidences deserve one standard deviation more trust: only drafting
-        # teaches what drafts are worth, so the doubt is theirs.
         drafted, promised = choice, _promise(order, int(row.drafts[choice.at]), requests)
-        hope = -doubt * promised.slope if promised is not None else 0.0
+        hope = _hope(promised, doubt)
         choice, state = _draft_or_off(choice, off, probe, hope, costs.relative_error, policy, state, informed)
     if learned is not None and informed and choice.reason in (Reason.FULL, Reason.TRIMMED):
         choice, state = _visit(choice, tokens, seconds, full_rate, learned.evidence, policy, state)
@@ -179,6 +176,19 @@ def plan(
         state=state,
         promised=promised if choice is drafted else _promise(order, drafts, requests),
     )
+
+
+def _ranked(survival: np.ndarray, theta: float) -> np.ndarray:
+    """[R * G] float32: the survivals as they are believed, negated: ascending negatives are descending survivals."""
+    order = np.negative(believed(survival, theta), dtype=np.float32).ravel()
+    order.sort()
+    return order
+
+
+def _hope(promised: Promise | None, doubt: float) -> float:
+    """Tokens beyond what is expected, if the confidences deserve one standard deviation more trust: only drafting
+    teaches what drafts are worth, so the doubt is theirs."""
+    return -doubt * promised.slope if promised is not None else 0.0
 
 
 def _promise(order: np.ndarray, drafts: int, requests: int) -> Promise | None:
