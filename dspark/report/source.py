@@ -6,6 +6,7 @@ Step records are added up by the classes that count in a server, so all sources 
 from __future__ import annotations
 
 import json
+import re
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -140,21 +141,21 @@ def _of_info(info: Any, origin: str, kind: type[DSparkError]) -> Observed:
     )
 
 
-def _model(path: Any) -> Value:
-    """A folder's name, without where it lies on the server's machine."""
-    return Path(path).name if isinstance(path, str) and Path(path).is_absolute() else path
+def _named(text: Any) -> Value:
+    """A text with the last part of every absolute path only: the rest is about the server's machine."""
+    return re.sub(r"(?<![\w.~:/])/(?:[^/\s']+/)*([^/\s']+)/?", r"\1", text) if isinstance(text, str) else None
 
 
 def _facts(info: Mapping[str, Any], record: Mapping[str, Any]) -> dict[str, Value]:
     simulated = record.get("simulated")
     return {
-        "target": _model(info.get("model_path")),
-        "draft": _model(info.get("speculative_draft_model_path")),
+        "target": _named(info.get("model_path")),
+        "draft": _named(info.get("speculative_draft_model_path")),
         "mode": record["mode"],
         "device": info.get("device"),
         "type": info.get("dtype"),
         "version": record.get("version"),
-        "step times from": (record.get("schedule") or {}).get("cost_source"),
+        "step times from": _named((record.get("schedule") or {}).get("cost_source")),
         "acceptance": f"SIMULATED, {simulated.get('selected')}" if simulated else "real",
     }
 

@@ -14,7 +14,7 @@ from dspark.report.model import Axis, Chart, Series
 from dspark.report.text import written
 
 WIDTH, HEIGHT = 360, 250
-_LEFT, _RIGHT, _TOP, _BOTTOM = 46, 12, 12, 38
+_LEFT, _RIGHT, _TOP, _BOTTOM = 46, 18, 12, 38
 _INNER = (WIDTH - _LEFT - _RIGHT, HEIGHT - _TOP - _BOTTOM)
 _TICKS = 5
 COLOURS = 4  # and shapes; more series than this begin again

@@ -198,6 +198,14 @@ def test_verdicts_follow_the_numbers(tmp_path: Path) -> None:
     assert set(dict(answers(tmp_path, steps=0)).values()) == {"not known"}
 
 
+def test_paths_of_the_server_are_left_out(tmp_path: Path) -> None:
+    info = server_info(steps=20) | {"model_path": "/a/b/target-v1.5", "speculative_draft_model_path": "someone/draft-7"}
+    record_of(info)["schedule"]["cost_source"] = "cost table '/home/me/tables/h200.json'"
+    facts = observed(tmp_path, info).facts
+    assert (facts["target"], facts["draft"]) == ("target-v1.5", "someone/draft-7")
+    assert facts["step times from"] == "cost table 'h200.json'"
+
+
 def test_what_cannot_be_read_is_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "other.json").write_text('{"internal_states": [{}]}')
     with pytest.raises(ConfigError, match=r"other\.json.*--speculative-algorithm DSPARK"):
