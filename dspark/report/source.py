@@ -24,7 +24,7 @@ from dspark.report.model import Value
 
 DELIVERY = ("delivered", "behind_stop", "after_end", "by_grammar")
 ANY_CLASS = "all"  # temperature class of blocks whose temperature was not recorded
-RECENT_SECONDS = 10.0  # of records that count as "now"
+RECENT_SECONDS = 10.0  # of records: the newest steps
 _ESTIMATE = {"low", "middle", "high", "committed"}
 
 
@@ -32,6 +32,7 @@ _ESTIMATE = {"low", "middle", "high", "committed"}
 class Now:
     """The newest decode steps."""
 
+    name: str  # which these are
     seconds: float  # of decode steps that followed on another one
     steps: int
     request_steps: int
@@ -63,7 +64,7 @@ class Observed:
 
 
 def from_url(url: str, watch_seconds: float) -> Observed:
-    """Ask a running server, and again after ``watch_seconds`` for what happens now (0: do not).
+    """Ask a running server, and again after ``watch_seconds`` for what happens now; 0: what it has recorded last.
 
     Raises:
         HostError: no answer, or no single scheduler that runs this package.
@@ -72,8 +73,10 @@ def from_url(url: str, watch_seconds: float) -> Observed:
     if before is not None:
         time.sleep(watch_seconds)
     found = _of_info(server_info(url), url, HostError)
-    now = None if before is None else _between(before.counters["by_batch"], found.counters["by_batch"])
-    return _with(found, now or found.now, {"source": url})
+    now = found.now
+    if before is not None:
+        now = _between(before.counters["by_batch"], found.counters["by_batch"], f"now, for {watch_seconds:g} s")
+    return _with(found, now, {"source": url})
 
 
 def from_info_file(path: Path) -> Observed:
@@ -221,6 +224,7 @@ def _recent(steps: Sequence[RecordedStep]) -> Now | None:
         return None
     timed = [step for step in steps if step.measured_seconds and step.time > steps[-1].time - RECENT_SECONDS]
     return _now(
+        f"the last {RECENT_SECONDS:g} s recorded",
         sum(step.measured_seconds or 0.0 for step in timed),
         len(timed),
         sum(step.batch for step in timed),
@@ -228,7 +232,7 @@ def _recent(steps: Sequence[RecordedStep]) -> Now | None:
     )
 
 
-def _between(before: Mapping[str, Any], after: Mapping[str, Any]) -> Now | None:
+def _between(before: Mapping[str, Any], after: Mapping[str, Any], name: str) -> Now | None:
     """What was added to ``by_batch``; None: nothing, or the counters were cleared meanwhile."""
     nothing: dict[str, float] = {}
     names = ("measured_seconds", "timed_steps", "timed_committed")
@@ -238,8 +242,8 @@ def _between(before: Mapping[str, Any], after: Mapping[str, Any]) -> Now | None:
     if any(value < 0 for row in new.values() for value in row):
         return None
     seconds, steps, committed = (sum(row[at] for row in new.values()) for at in range(3))
-    return _now(seconds, int(steps), int(sum(size * row[1] for size, row in new.items())), int(committed))
+    return _now(name, seconds, int(steps), int(sum(size * row[1] for size, row in new.items())), int(committed))
 
 
-def _now(seconds: float, steps: int, request_steps: int, committed: int) -> Now | None:
-    return Now(seconds, steps, request_steps, committed) if seconds > 0 and committed > 0 else None
+def _now(name: str, seconds: float, steps: int, request_steps: int, committed: int) -> Now | None:
+    return Now(name, seconds, steps, request_steps, committed) if seconds > 0 and committed > 0 else None

@@ -33,9 +33,9 @@ def frontier(observed: Observed) -> Section:
     if observed.now is not None:
         now = observed.now
         label = f"{now.request_steps / now.steps:.1f} requests"
-        series.append(Series(name="now", x=[now.tok_s_per_request], y=[now.tok_s], labels=[label]))
+        series.append(Series(name=now.name, x=[now.tok_s_per_request], y=[now.tok_s], labels=[label]))
     else:
-        words.append("No decode step ran while the server was watched, so there is no point for now.")
+        words.append("No decode step was seen while the server was watched, or recorded: there is no point for now.")
     if not timed:
         words.append(f"No batch size has {LEAST_STEPS} steps that followed directly on another one: nothing is timed.")
     charts = (

@@ -191,5 +191,7 @@ def test_a_report_shows_what_the_server_counted(
     assert main(["records", "--url", server.url, "--out", str(tmp_path / "steps.parquet")]) == 0
     assert main(["report", "--records", str(tmp_path / "steps.parquet"), "--out", str(of_file)]) == 0
     again = {chart.id: chart for section in embedded(of_file).sections for chart in section.charts}
-    assert again["places"] == charts["places"]
     assert again["windows"] == charts["windows"]
+    for ours, theirs in zip(again["places"].series, charts["places"].series, strict=True):
+        assert ours.name == theirs.name
+        assert ours.y == pytest.approx(theirs.y, abs=1e-5)  # recorded survivals have six digits

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import json
-import threading
 from collections.abc import Iterator
-from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +14,7 @@ from dspark.__main__ import main
 from dspark.errors import ConfigError, HostError
 from dspark.observe.counters import StepCounts
 from dspark.observe.records import RecordDump, RequestRow, StepRecords, StepRow, UserFacts, fetch, write
+from tests.answering import answering
 from tests.observe.test_counters import GAMMA, facts
 
 
@@ -80,22 +79,8 @@ def served() -> Iterator[tuple[str, dict[str, Any]]]:
     """Address of something that answers as a server does, and the record that it shows."""
     shown: dict[str, Any] = {}
 
-    class Handler(BaseHTTPRequestHandler):
-        def do_GET(self) -> None:
-            body = json.dumps({"internal_states": [{"dspark_info_record": shown}]}).encode()
-            self.send_response(200)
-            self.end_headers()
-            self.wfile.write(body)
-
-        def log_message(self, *args: Any) -> None:
-            pass
-
-    server = HTTPServer(("127.0.0.1", 0), Handler)
-    thread = threading.Thread(target=server.serve_forever, daemon=True)
-    thread.start()
-    yield f"http://127.0.0.1:{server.server_port}", shown
-    server.shutdown()
-    server.server_close()
+    with answering([{"internal_states": [{"dspark_info_record": shown}]}]) as url:
+        yield url, shown
 
 
 def test_the_command_writes_what_a_server_shows(

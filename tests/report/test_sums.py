@@ -11,12 +11,12 @@ import numpy as np
 import pytest
 
 from dspark.__main__ import main
-from dspark.errors import ConfigError
+from dspark.errors import ConfigError, HostError
 from dspark.observe.records import RecordDump, RecordedStep, write
 from dspark.report.acceptance import class_means
 from dspark.report.model import Report, Table
 from dspark.report.run import report_of
-from dspark.report.source import DELIVERY, Observed, from_info_file, from_records
+from dspark.report.source import DELIVERY, Observed, from_info_file, from_records, from_url
 from dspark.report.sums import (
     GUESS_ERROR,
     against_full,
@@ -27,6 +27,7 @@ from dspark.report.sums import (
     identities,
 )
 from dspark.report.windows import requests_of
+from tests.answering import answering
 from tests.report.cases import GAMMA, PLAIN_SECONDS, ROW_SECONDS, STEP_SECONDS, server_info
 
 
@@ -70,6 +71,27 @@ def test_records_alone_tell_what_the_server_counted(tmp_path: Path, suffix: str)
             assert ours["judged"] == theirs["judged"]
             assert ours["ece"] == pytest.approx(theirs["ece"], abs=2e-3)  # survivals are written with six digits
     assert found.now == whole.now
+
+
+def test_a_watched_server_says_what_happens_now() -> None:
+    """Same beginning, 60 more steps of eight requests: only these are now."""
+    answers = [server_info(steps=600), server_info(steps=600)]
+    rows = record_of(answers[1])["counters"]["by_batch"]["8"]
+    for name, more in (("steps", 60), ("timed_steps", 50), ("timed_committed", 900), ("measured_seconds", 1.5)):
+        rows[name] += more
+    with answering(answers) as url:
+        now = from_url(url, 0.01).now
+        assert now is not None
+        assert (now.steps, now.request_steps, now.committed) == (50, 400, 900)
+        assert now.tok_s == pytest.approx(600)
+        assert now.tok_s_per_request == pytest.approx(75)
+        assert from_url(url, 0.01).now is None, "idle, whatever was recorded before"
+        assert from_url(url, 0).now is not None
+        answers[:] = [server_info(steps=600), server_info(steps=300)]
+        assert from_url(url, 0.01).now is None, "cleared meanwhile"
+        answers[:] = [{"internal_states": [{}, {}]}]
+        with pytest.raises(HostError, match=r"2 scheduler\(s\)"):
+            from_url(url, 0)
 
 
 def test_speed_against_plain_decoding(tmp_path: Path) -> None:
