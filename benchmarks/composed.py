@@ -15,7 +15,7 @@ import numpy as np
 
 from benchmarks import verdict
 
-_DRAWS = 400  # batches averaged per number of tokens
+_DRAWS = 80_000  # blocks averaged per number of tokens
 _STATIC = "dspark-static"
 
 
@@ -28,15 +28,15 @@ def tokens_per_step(confidence: np.ndarray, accepted: np.ndarray, batch: int, bu
         batch: requests R, each with a block drawn at random.
         budget: drafts verified over the batch, spent on the largest survivals (ties to the earlier position).
     """
-    gamma = confidence.shape[1]
+    gamma, draws = confidence.shape[1], -(-_DRAWS // batch)
     rng = np.random.default_rng(0)
-    chosen = rng.integers(0, confidence.shape[0], (_DRAWS, batch))
+    chosen = rng.integers(0, confidence.shape[0], (draws, batch))
     survival = confidence.cumprod(axis=1)[chosen]  # [draws, R, G], never rising along G
-    windows = np.zeros((_DRAWS, batch), dtype=np.int64)
+    windows = np.zeros((draws, batch), dtype=np.int64)
     if budget:
-        by_position = survival.transpose(0, 2, 1).reshape(_DRAWS, -1)
+        by_position = survival.transpose(0, 2, 1).reshape(draws, -1)
         order = np.argsort(-by_position, axis=1, kind="stable")[:, :budget]
-        np.add.at(windows, (np.arange(_DRAWS)[:, None], order % batch), 1)
+        np.add.at(windows, (np.arange(draws)[:, None], order % batch), 1)
     assert windows.max() <= gamma
     return float((np.minimum(accepted[chosen], windows) + 1).sum(axis=1).mean())
 

@@ -37,7 +37,7 @@ from rich.console import Console
 from rich.markup import escape
 
 from benchmarks import composed, machine, serve_arms, serve_cells, verdict
-from dspark.demo.server import ServerProcess, default_device
+from dspark.demo.server import ServerProcess, default_device, ending_signals_raise
 from dspark.errors import HostError
 from dspark.scheduler.replay_blocks import levels as replayed_levels
 
@@ -159,6 +159,7 @@ def run_groups(
     failures: list[str] = []
     running: dict[str, tuple[Running, ExitStack]] = {}
     with ExitStack() as stack:
+        stack.enter_context(ending_signals_raise())  # servers that a thread has started must not outlive this process
         for group in groups:
             wanted = [engine for engine in group if cells_of(args, engine, results)]
             while running and len(running) + len(wanted) > args.resident:

@@ -145,7 +145,7 @@ class ServerProcess:
             HostError: the server ended or did not answer in time; the text has the last lines of its log.
         """
         with contextlib.ExitStack() as stack:
-            stack.enter_context(_ending_signals_raise())
+            stack.enter_context(ending_signals_raise())
             stack.callback(self._http.close)
             stack.callback(self._stop)
             self._start()
@@ -311,10 +311,11 @@ def _new_log_path() -> Path:
 
 
 @contextlib.contextmanager
-def _ending_signals_raise() -> Iterator[None]:
+def ending_signals_raise() -> Iterator[None]:
     """Turn SIGTERM and SIGHUP into SystemExit inside the block, unless somebody handles them already.
 
     SIGINT raises KeyboardInterrupt anyway. Only the main thread may do this; in others the block changes nothing.
+    Whoever starts servers from threads has to enter it around them, or nothing ends the servers.
     """
 
     def leave(number: int, frame: FrameType | None) -> None:

@@ -63,14 +63,16 @@ class StepGraphs:
         target, draft: the host's model runners.
         requests: what is known of the request rows.
         max_requests: largest batch that is captured.
-        tiers: row counts of verify graphs.
-        full_windows: full windows are forwarded (cap-accept).
+        tiers: row counts that budgets may choose, of verify graphs.
+        full_windows: full windows are forwarded (cap-accept), for which the tiers below one window are too small: they
+            are chosen, and not captured.
         calibration: of confidences.
         tp_size: ranks; more than one must not decide by their own free memory.
         replay: simulated acceptance; None: nothing of it is captured.
         """
         self._spec, self._target, self._tp_size = spec, target, tp_size
         self._tiers, self._slots = list(tiers), slot_ladder(max_requests)
+        self._captured = [tier for tier in tiers if not full_windows or tier >= spec.window]
         device = torch.device(target.device)
         self._device = device
         self.buffers = StepBuffers(max_requests, spec.window, device)
@@ -82,7 +84,7 @@ class StepGraphs:
         self._static = StaticStep(
             step, self.buffers, pages.read, requests.static_sampling, full_windows, self._adjust.table
         )
-        self._split_tiers = thinned(self._tiers)  # tails take padding lightly, and every capture takes time
+        self._split_tiers = thinned(self._captured)  # tails take padding lightly, and every capture takes time
         self._split_slots = thinned(self._slots)
         self._full_windows = full_windows
         self._graphs: GraphSet = EagerGraphs() if device.type == "cpu" else CudaGraphs()
@@ -129,7 +131,7 @@ class StepGraphs:
         step = dict(zip(self._tiers, cost.work_seconds(1, np.array(self._tiers)).tolist(), strict=True))
         self._tiers = worth_keeping(step)
         self.pruned = sorted(step.keys() - set(self._tiers))
-        for tier in self.pruned:
+        for tier in set(self.pruned).intersection(self._captured):
             for kind in _KINDS:
                 self._graphs.discard(("verify", tier, kind))
         logger.info(
@@ -156,7 +158,7 @@ class StepGraphs:
             for slots in reversed(self._slots):  # first: they say in which form verification finds the distributions
                 yield ("draft", slots, kind), lambda slots=slots, kind=kind: static.draft(slots, kind)
                 yield ("plain", slots, kind), lambda slots=slots, kind=kind: static.plain(slots, kind)
-            for tier in reversed(self._tiers):
+            for tier in reversed(self._captured):
                 yield ("verify", tier, kind), lambda tier=tier, kind=kind: static.verify(tier, kind)
         for split in self._splits():
             yield ("forward", split), lambda split=split: static.forward(split)
@@ -172,8 +174,13 @@ class StepGraphs:
 
     @property
     def tiers(self) -> list[int]:
-        """Row counts of the verify graphs."""
+        """Row counts that a budget may choose."""
         return self._tiers
+
+    @property
+    def captured(self) -> list[int]:
+        """Those of them that have graphs."""
+        return [tier for tier in self._tiers if tier in self._captured]
 
     @property
     def slots(self) -> list[int]:

@@ -17,6 +17,7 @@ logger = logging.getLogger("dspark")
 _PIN = "dspark_force_budget_frac"
 _UNPIN = -1
 _DRAFT_OFF = "dspark_force_draft_off"
+_COUNTING = "dspark_counting"
 _THRESHOLDS = ("speculative_accept_threshold_single", "speculative_accept_threshold_acc")
 
 
@@ -143,9 +144,13 @@ def _set_state(original: Callable[..., Any], self: Any, recv_req: Any) -> Any:
         impossible.append(_PIN)
     if _DRAFT_OFF in pins and (_PIN in pins or pins[_DRAFT_OFF] not in (0, 1)):
         impossible.append(_DRAFT_OFF)
+    if pins.get(_COUNTING, 1) not in (0, 1):
+        impossible.append(_COUNTING)
     if not impossible:
-        draft_off = pins.pop(_DRAFT_OFF, None)  # the host knows no such key
+        draft_off, counting = pins.pop(_DRAFT_OFF, None), pins.pop(_COUNTING, None)  # the host knows no such keys
         output = _set_class(original, self, recv_req)
+        if counting is not None and output.updated:
+            self.draft_worker.observer.counting = bool(counting)
         if draft_off is not None and output.updated:
             self.draft_worker.set_dspark_forced_budget_frac(0.0 if draft_off else None)
         return output
@@ -153,7 +158,7 @@ def _set_state(original: Callable[..., Any], self: Any, recv_req: Any) -> Any:
 
     logger.error(
         "dspark: found %s; required are thresholds of 1.0 (acceptance is exact), a pin in (0, 1], or -1 to end it, "
-        "or without a pin 1 to leave the draft out, or 0 to end that",
+        "or without a pin 1 to leave the draft out, or 0 to end that; and 0 or 1 for counting",
         {name: pins[name] for name in impossible},
     )
     return SetInternalStateReqOutput(updated=False)

@@ -109,7 +109,7 @@ def _measure(graphs: StepGraphs, target: ModelRunner, draft: ModelRunner, proven
     pool = min(int(target.token_to_kv_pool.size), int(draft.token_to_kv_pool.size))
     width, window, started = int(table.shape[1]), provenance.gamma + 1, time.monotonic()
     points = probe_points(
-        graphs.tiers, graphs.slots, window, pool=pool, width=width, full_windows=graphs.full_windows
+        graphs.captured, graphs.slots, window, pool=pool, width=width, full_windows=graphs.full_windows
     )  # fmt: skip
     seconds = []
     for point in tqdm(points, desc="dspark: timing graphs", disable=not table.is_cuda):

@@ -100,7 +100,7 @@ class DSparkWorker(BaseSpecWorker):
         self.simulated: Replay | None = None
         self._budgets: BudgetScheduler | None = None
         self._graphs: StepGraphs | None = None
-        self._observer: StepObserver | None = None
+        self.observer: StepObserver | None = None
         self._exporter: Exporter | None = None
         self._rank = ps.tp_rank
         if ps.tp_rank == 0:
@@ -138,7 +138,7 @@ class DSparkWorker(BaseSpecWorker):
         class_of = None if self._calibration is None else self._calibration.of
         seed, vocab = self._target_worker.random_seed, self.spec.vocab_size
         self._requests = RequestTable(rows, self.device, seed, vocab, class_of)
-        self._observer = StepObserver(self.spec.gamma, rows, self.settings.step_records)
+        self.observer = StepObserver(self.spec.gamma, rows, self.settings.step_records)
         self.simulated = build_replay(self.settings, self.spec.gamma, self._requests)
         self._step = DecodeStep(self._draft_net, self._target_net, self.simulated)
         logger.info("dspark: %.2f GiB for penalties and biases of %d requests", rows * vocab * 8 / 2**30, rows)
@@ -177,8 +177,8 @@ class DSparkWorker(BaseSpecWorker):
         )
         ladder = nominal_ladder(self.server_args, self.spec, None if self._graphs is None else self._graphs.ladder)
         self._recording.deployment = deployment(self.server_args, self.spec, ladder)
-        assert self._observer is not None
-        self._exporter = export(partial(self._observer.samples, self._budgets), self.server_args, self._rank)
+        assert self.observer is not None
+        self._exporter = export(partial(self.observer.samples, self._budgets), self.server_args, self._rank)
         logger.info("dspark: step times from %s", self._budgets.cost_source or "no table: full windows")
 
     @property
@@ -302,7 +302,7 @@ class DSparkWorker(BaseSpecWorker):
             speculative_num_draft_tokens=self.spec.window,
             cap_lens=windows if scheduled else None,
             block_accept_lens=outcome.ceiling if self.mode == "cap-accept" else None,
-            observer=self._observer,
+            observer=self.observer,
             facts=facts,
             accepted=accept.accepted,
             survival=survival,
@@ -361,7 +361,7 @@ class DSparkWorker(BaseSpecWorker):
     def block_accept_estimate_log_suffix(self) -> str | None:
         """Suffix for the decode log line: rows and drafts since the last one."""
         simulated = None if self.simulated is None else f"SIMULATED acceptance: {self.simulated.selected}"
-        counted = None if self._observer is None else self._observer.log_suffix()
+        counted = None if self.observer is None else self.observer.log_suffix()
         return ", ".join(part for part in (counted, simulated) if part) or None
 
     def note_request_finished(self, *, rid: str, natural_stop: bool) -> None:
@@ -373,8 +373,8 @@ class DSparkWorker(BaseSpecWorker):
             self._clear()
 
     def _clear(self) -> None:
-        if self._observer is not None:
-            self._observer.clear()
+        if self.observer is not None:
+            self.observer.clear()
         if self._graphs is not None:
             self._graphs.timer.clear()
         if self._budgets is not None:
@@ -384,7 +384,7 @@ class DSparkWorker(BaseSpecWorker):
     def dump_info_records(self) -> dict[str, Any]:
         """What ``/server_info`` shows as ``dspark_info_record``."""
         loaded = sorted(name for name in sys.modules if name.startswith(compat.BUILTIN_MODULES))
-        observed = {"counters": {}} if self._observer is None else self._observer.dump()
+        observed = {"counters": {}} if self.observer is None else self.observer.dump()
         record: dict[str, Any] = {
             "implementation": "plugin",
             "version": takeover.version(),

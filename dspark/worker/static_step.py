@@ -82,6 +82,7 @@ class StaticStep:
 
     def verify(self, tier: int, sampling: Sampling) -> torch.Tensor:
         """Verify the drafted block in ``tier`` rows, and commit; see :meth:`flat`."""
+        assert self._packed or tier >= self._window, f"{tier} rows for windows of {self._window}"
         slots = self.slots_of(tier)
         proposal = BlockProposal(self.buffers.drafts[:slots], None, None)
         budget = StepBudget(True, self.buffers.budget, tier, packed=self._packed)

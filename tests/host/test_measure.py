@@ -30,7 +30,7 @@ class Graphs:
     """Captured graphs whose times follow a formula; the table must lend distinct slots while they run."""
 
     def __init__(self, table: torch.Tensor) -> None:
-        self.tiers = self.ladder = tier_ladder(MOST, WINDOW).tolist()
+        self.captured = self.ladder = tier_ladder(MOST, WINDOW).tolist()
         self.slots, self.full_windows = slot_ladder(MOST), False
         self.table, self.timed = table, 0
 
