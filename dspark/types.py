@@ -89,14 +89,16 @@ class StepBudget:
     drafts: int | torch.Tensor  # K, draft rows scheduled over the whole batch; a tensor of one int in captured steps
     tier: int  # T, rows of the target's forward, >= R + K if packed, R * W if not (at least, in captured steps)
     packed: bool  # the scheduled rows front to front; False: the full window of every request, cut at commit
+    # Drafts drawn of each block, of which all but the last may be verified: K <= R * (depth - 1). None: all.
+    depth: int | None = None
 
     def unpadded(self, requests: int, gamma: int) -> StepBudget:
-        """The same step for a batch that is not captured: no padding rows, and no packing of full windows."""
+        """The same step for a batch that is not captured: no padding rows, whole blocks, no packing of full windows."""
         if not self.packed:
             return self
         if self.draft and self.drafts == requests * gamma:
             return replace(self, tier=requests * (gamma + 1), packed=False)
-        return replace(self, tier=requests + int(self.drafts))
+        return replace(self, tier=requests + int(self.drafts), depth=None)
 
 
 @dataclass(frozen=True)

@@ -15,12 +15,12 @@ from sglang.srt.managers.schedule_batch import ScheduleBatch
 from sglang.srt.model_executor.model_runner import ModelRunner
 from tqdm import tqdm
 
-from dspark.config import Settings
+from dspark.config import Settings, VerifyMode
 from dspark.cuda_graph.capture import CudaGraphs, EagerGraphs, GraphSet
 from dspark.cuda_graph.ladder import slot_ladder, smallest_at_least, thinned, tier_ladder
 from dspark.cuda_graph.static import StepBuffers
 from dspark.cuda_graph.timing import StepTimer, seconds_per_call, worth_keeping
-from dspark.drafter.heads import ConfidenceScale
+from dspark.drafter.heads import ConfidenceScale, VanillaMarkovHead
 from dspark.drafter.spec import DraftSpec
 from dspark.host.batch import RequestTable
 from dspark.host.extras import StepExtras, compile_kernels
@@ -28,6 +28,7 @@ from dspark.host.static_networks import PageTable, StaticDraftNet, StaticTargetN
 from dspark.kernels.triton_accept_greedy import COLUMNS
 from dspark.kernels.triton_allocate import MAX_GAMMA, MAX_REQUESTS
 from dspark.scheduler.cost import CostModel
+from dspark.scheduler.depth import LEAST_REQUESTS, depth_ladder
 from dspark.scheduler.probe_points import Point
 from dspark.types import AcceptResult, BlockProposal, StepBudget, StepOutcome, VerifyPlan
 from dspark.worker.fused_step import FusedStep
@@ -53,7 +54,7 @@ class StepGraphs:
         *,
         max_requests: int,
         tiers: Sequence[int],
-        full_windows: bool,
+        mode: VerifyMode,
         calibration: ConfidenceScale | None,
         tp_size: int = 1,
         replay: Replay | None = None,
@@ -64,14 +65,15 @@ class StepGraphs:
         requests: what is known of the request rows.
         max_requests: largest batch that is captured.
         tiers: row counts that budgets may choose, of verify graphs.
-        full_windows: full windows are forwarded (cap-accept), for which the tiers below one window are too small: they
-            are chosen, and not captured.
+        mode: cap-accept forwards full windows, for which the tiers below one window are too small: they are chosen,
+            and not captured.
         calibration: of confidences.
         tp_size: ranks; more than one must not decide by their own free memory.
         replay: simulated acceptance; None: nothing of it is captured.
         """
         self._spec, self._target, self._tp_size = spec, target, tp_size
         self._tiers, self._slots = list(tiers), slot_ladder(max_requests)
+        self._full_windows = full_windows = mode == "cap-accept"
         self._captured = [tier for tier in tiers if not full_windows or tier >= spec.window]
         device = torch.device(target.device)
         self._device = device
@@ -86,7 +88,10 @@ class StepGraphs:
         )
         self._split_tiers = thinned(self._captured)  # tails take padding lightly, and every capture takes time
         self._split_slots = thinned(self._slots)
-        self._full_windows = full_windows
+        # Drafts of a block that a step may draw, below all: one that trims needs no whole block. With more ranks each
+        # would time the saving by its own clock, and they would part.
+        trims = mode == "compact" and tp_size == 1 and type(draft_net.markov_head) is VanillaMarkovHead
+        self.depths = depth_ladder(spec.gamma) if trims else []
         self._graphs: GraphSet = EagerGraphs() if device.type == "cpu" else CudaGraphs()
         self.timer = StepTimer(device)
         self.pruned: list[int] = []  # tiers that buy nothing
@@ -126,6 +131,15 @@ class StepGraphs:
         replay = partial(self._graphs.replay, (point.part, point.size, "greedy"))
         return seconds_per_call(replay, self._device)
 
+    @torch.inference_mode()
+    def saved_by_depth(self, slots: int, context: int) -> list[float]:
+        """Seconds that a draft of each of ``depths`` takes less than a whole one, requests 1..slots as above."""
+        places = torch.arange(1, slots + 1, dtype=torch.int64, device=self._device)
+        self.buffers.stage(places, torch.ones_like(places), torch.full_like(places, context), 0)
+        keys = [("draft", slots, "greedy"), *(("draft", slots, "greedy", depth) for depth in self.depths)]
+        whole, *parts = [seconds_per_call(partial(self._graphs.replay, key), self._device) for key in keys]
+        return [max(whole - part, 0.0) for part in parts]
+
     def prune(self, cost: CostModel) -> None:
         """Drop the tiers that make a step of one request no cheaper than the next one does."""
         step = dict(zip(self._tiers, cost.work_seconds(1, np.array(self._tiers)).tolist(), strict=True))
@@ -157,6 +171,8 @@ class StepGraphs:
         for kind in _KINDS:
             for slots in reversed(self._slots):  # first: they say in which form verification finds the distributions
                 yield ("draft", slots, kind), lambda slots=slots, kind=kind: static.draft(slots, kind)
+                for depth in self.depths if slots >= LEAST_REQUESTS else ():
+                    yield ("draft", slots, kind, depth), partial(static.draft, slots, kind, depth)
                 yield ("plain", slots, kind), lambda slots=slots, kind=kind: static.plain(slots, kind)
             for tier in reversed(self._captured):
                 yield ("verify", tier, kind), lambda tier=tier, kind=kind: static.verify(tier, kind)
@@ -241,7 +257,8 @@ class StepGraphs:
         slots = smallest_at_least(self._slots, count)
         general = kind == "general"
         if budget.draft:
-            self._graphs.replay(("draft", slots, "sampled" if general else kind))
+            key = "draft", slots, "sampled" if general else kind
+            self._graphs.replay(key if budget.depth is None else (*key, budget.depth))
             self._read_done()
             if general:
                 rows = smallest_at_least(self._split_tiers, self._split_rows(budget, count))
@@ -361,7 +378,7 @@ def build_graphs(
         requests,
         max_requests=most,
         tiers=tier_ladder(most, spec.window).tolist(),
-        full_windows=mode == "cap-accept",
+        mode=mode,
         calibration=calibration,
         tp_size=int(server_args.tp_size),
         replay=replay,

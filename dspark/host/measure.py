@@ -26,10 +26,13 @@ from dspark.host.schedule import deployment
 from dspark.scheduler.cost import CostModel
 from dspark.scheduler.cost_file import load_cost_model, to_json
 from dspark.scheduler.cost_fit import PartSamples, fit_parts
+from dspark.scheduler.depth import LEAST_REQUESTS, DraftDepths
 from dspark.scheduler.json_file import Provenance
 from dspark.scheduler.probe_points import Part, Point, probe_points
 
 logger = logging.getLogger("dspark")
+
+_DEPTH_CONTEXT = 64  # KV slots of a request while drafts of different depth are timed: their backbone is the same
 
 
 def measured_cost(
@@ -127,6 +130,26 @@ def _measure(graphs: StepGraphs, target: ModelRunner, draft: ModelRunner, proven
         cost.seconds(1, cost.m_probes[-1:])[0] * 1e3, cost.rho_seconds_per_token * 1e9, cost.relative_error * 100,
     )  # fmt: skip
     return cost
+
+
+def measured_depths(graphs: StepGraphs, target: ModelRunner, draft: ModelRunner) -> DraftDepths | None:
+    """What drawing less than whole blocks saves, timed now; None where nothing of it was captured."""
+    slots = [slots for slots in graphs.slots if slots >= LEAST_REQUESTS]
+    if not graphs.depths or not slots:
+        return None
+    table = target.req_to_token_pool.req_to_token
+    pool = min(int(target.token_to_kv_pool.size), int(draft.token_to_kv_pool.size))
+    slots = [size for size in slots if pool // size > _DEPTH_CONTEXT and size < table.shape[0]]
+    seconds = []
+    for size in tqdm(slots, desc="dspark: timing drafts", disable=not table.is_cuda):
+        with lent_slots(table, size, min(_DEPTH_CONTEXT, int(table.shape[1])), pool):
+            seconds.append(graphs.saved_by_depth(size, 0))
+    if not slots:
+        return None
+    saved = np.array(seconds)
+    most = ", ".join(f"{depth}: {1e3 * value:.3f}" for depth, value in zip(graphs.depths, saved[-1], strict=True))
+    logger.info("dspark: ms saved by drawing only so many drafts of %d blocks: %s", slots[-1], most)
+    return DraftDepths(tuple(graphs.depths), np.array(slots, dtype=np.int64), saved)
 
 
 def _samples(part: Part, points: Sequence[Point], seconds: Sequence[float]) -> PartSamples:

@@ -18,6 +18,7 @@ from dspark.errors import CostTableError
 from dspark.host import compat
 from dspark.scheduler.cost import CostModel
 from dspark.scheduler.cost_file import load_cost_model
+from dspark.scheduler.depth import DraftDepths
 from dspark.scheduler.estimate import ModelShape, dense_shape, estimate_cost, hardware_of
 from dspark.scheduler.json_file import Provenance
 from dspark.scheduler.planner import Policy
@@ -152,6 +153,7 @@ def build_scheduler(
     slots: int,
     graph_tiers: list[int] | None,
     graph_ladder: list[int] | None = None,
+    depths: DraftDepths | None = None,
 ) -> BudgetScheduler:
     """The budget scheduler of a worker.
 
@@ -162,6 +164,7 @@ def build_scheduler(
         slots: request rows of the host's pool, which bounds a batch.
         graph_tiers: rows of the captured verify graphs, if packed rows must be padded to one of them.
         graph_ladder: what they were before some were dropped, by which a table knows its deployment; None: the same.
+        depths: what drawing less than whole blocks saves, if that was measured.
     """
     mode = settings.resolved_mode(spec.has_confidence)
     captured = None if graph_tiers is None else np.array(graph_tiers, dtype=np.int64)
@@ -185,6 +188,7 @@ def build_scheduler(
         refinement=Refinement.initial(overlap and str(server_args.device) != "cpu") if learns else None,
         result_lag=2 if overlap else 1,
         refusal=refusal,
+        depths=depths,
     )
 
 

@@ -30,7 +30,7 @@ from dspark.host.batch import RequestTable, context_tokens, decode_batch
 from dspark.host.draft_model import ARCHITECTURES
 from dspark.host.extras import StepExtras, attach_prefill, mask_prefill, wanted
 from dspark.host.graphs import StepGraphs, build_graphs
-from dspark.host.measure import measured_cost
+from dspark.host.measure import measured_cost, measured_depths
 from dspark.host.metrics import ObservedResult, StepObserver, export
 from dspark.host.networks import HostDraftNet, HostTargetNet
 from dspark.host.recording import Recording
@@ -158,13 +158,13 @@ class DSparkWorker(BaseSpecWorker):
             scale,
             self.simulated,
         )
-        measured = None
+        measured, depths = None, None
         if self._graphs is not None:
-            measured = measured_cost(
-                self.server_args, self.spec, self.settings, self._graphs, self.model_runner, self.draft_model_runner
-            )
+            runners = self.model_runner, self.draft_model_runner
+            measured = measured_cost(self.server_args, self.spec, self.settings, self._graphs, *runners)
             if measured is not None:
                 self._graphs.prune(measured)
+                depths = measured_depths(self._graphs, *runners)
         self._budgets = build_scheduler(
             self.server_args,
             self.spec,
@@ -174,6 +174,7 @@ class DSparkWorker(BaseSpecWorker):
             slots=self.model_runner.req_to_token_pool.req_to_token.shape[0],
             graph_tiers=None if self._graphs is None else self._graphs.tiers,
             graph_ladder=None if self._graphs is None else self._graphs.ladder,
+            depths=depths,
         )
         ladder = nominal_ladder(self.server_args, self.spec, None if self._graphs is None else self._graphs.ladder)
         self._recording.deployment = deployment(self.server_args, self.spec, ladder)
@@ -279,7 +280,7 @@ class DSparkWorker(BaseSpecWorker):
             self._recording.blocks(batch, inputs, outcome, self._target_net.logits)
             if extras is not None:
                 extras.keep(self._target_net.logits, outcome.plan.index())
-        survival = self._budgets.publish(outcome.survival, forwarded)
+        survival = self._budgets.publish(outcome.survival, forwarded, budget.depth)
         self._recording.step(batch, self._budgets, budget, outcome, forwarded)
         output = LogitsProcessorOutput(next_token_logits=None) if refusal is None else self._target_net.output
         if extras is not None:

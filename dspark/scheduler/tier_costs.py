@@ -72,6 +72,11 @@ class TierCosts:
             self._corrections[requests, quarter] = found
         return found
 
+    def floor(self, requests: int, context_tokens: float) -> float:
+        """Seconds of the host, below which no step gets."""
+        known = self.correction(requests, context_tokens)
+        return self.cost.floor_seconds if known is None else max(self.cost.floor_seconds, known.floor_seconds)
+
     @property
     def relative_error(self) -> float:
         """Of a predicted gain: that of the model, which fades as real steps correct it."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter, defaultdict
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -13,9 +14,11 @@ from dspark.config import VerifyMode
 from dspark.cuda_graph.timing import StepTime
 from dspark.observe.counters import StepFacts
 from dspark.scheduler.cost import pad_to_tier
+from dspark.scheduler.depth import FULL_EVERY, DraftDepths, choose_depth
 from dspark.scheduler.planner import BudgetPlan, PlanState, Policy, Reason, forced_budget, plan
 from dspark.scheduler.refine import Refinement
 from dspark.scheduler.tier_costs import TierCosts
+from dspark.scheduler.trust import believed, promise
 from dspark.types import StepBudget
 from dspark.worker.learning import CostLearner, StepNote, TrustLearner
 from dspark.worker.relay import ConfidenceRelay, Transfer
@@ -42,6 +45,7 @@ class BudgetScheduler:
         refinement: Refinement | None = None,
         result_lag: int = 2,
         refusal: str | None = None,
+        depths: DraftDepths | None = None,
     ) -> None:
         """Args:
         gamma: drafts per block.
@@ -53,10 +57,14 @@ class BudgetScheduler:
         refinement: where to start correcting ``costs`` by the time of real steps; None: they stay as they are.
         result_lag: steps until the host knows what a step has committed: 2 with overlap scheduling, else 1.
         refusal: why a table that was given is not used; for the statistics.
+        depths: what drawing less than whole blocks saves; None: blocks are always drawn whole.
         """
         self._gamma, self._mode, self._relay, self._refusal = gamma, mode, relay, refusal
         self._learner = None if costs is None else CostLearner(costs, refinement)
         self._trust = TrustLearner(result_lag)
+        self._depths = depths
+        self._depth: int | None = None  # of the last step, drafts drawn of each block; None: all
+        self._saved_seconds = 0.0  # by that
         self._policy = policy or Policy()
         self._graph_tiers = graph_tiers
         self._state = PlanState(free_probes=FREE_PROBES)
@@ -113,25 +121,28 @@ class BudgetScheduler:
         if self._learner is None or not self.schedules:
             return None
         budget, requests = self._budget_of_step, self._requests[0].shape[0]
-        return self._learner.note(budget.draft, requests, budget.tier, self._context_tokens)
+        return self._learner.note(
+            budget.draft, requests, budget.tier, self._context_tokens, self._saved_seconds if budget.depth else 0.0
+        )
 
     def learn(self, times: Sequence[StepTime]) -> None:
         """Take the times of steps that are over, with their notes."""
         if self._learner is not None and times:
             self._learner.learn(times)
 
-    def publish(self, survival: torch.Tensor | None, forwarded: int) -> Transfer | None:
+    def publish(self, survival: torch.Tensor | None, forwarded: int, depth: int | None = None) -> Transfer | None:
         """Hand over what the step that was decided last has done.
 
         Args:
             survival: [R, G] float32 on the device; None if it did not draft.
             forwarded: rows that the target forwarded, padding included.
+            depth: drafts of each block that were drawn; None: all.
 
         Returns:
             The survivals on their way to the host (``ConfidenceRelay.publish``); None if nobody there asks for them.
         """
-        self._count(forwarded)
-        return self._relay.publish(self._step, *self._requests, survival) if self.schedules else None
+        self._count(forwarded, depth)
+        return self._relay.publish(self._step, *self._requests, survival, depth) if self.schedules else None
 
     def _schedule(self, slots: np.ndarray, generations: np.ndarray, context_tokens: float) -> None:
         """Plan the step. A pinned one is planned as well, so that relay and prior stay warm for the time after."""
@@ -150,6 +161,7 @@ class BudgetScheduler:
             doubt=self._trust.trust.doubt,
         )
         self._state = self.plan.state
+        self._set_depth(known.survival, context_tokens)
         # A probe is planned on the prior, and its acceptance is all that is learned while the draft is off.
         learns = (known.informed or self.plan.reason is Reason.PROBE) and self._pin is None
         promised = self.plan.promised if learns else None
@@ -157,6 +169,33 @@ class BudgetScheduler:
         self._trust.remember(slots, generations, context_tokens, promised, drafted)
         if self._pin is not None:
             self.plan = None  # not what runs
+
+    def _set_depth(self, survival: np.ndarray, context_tokens: float) -> None:
+        """Where the planned step stops drawing."""
+        assert self._learner is not None
+        assert self.plan is not None
+        self._depth = None
+        if (
+            self._depths is None
+            or self.plan.reason is not Reason.TRIMMED
+            or not self.plan.budget
+            or self._pin is not None
+            or self._step % FULL_EVERY == 0
+        ):
+            return
+        requests, seconds = survival.shape[0], self.plan.predicted_seconds
+        floor = self._learner.costs.floor(requests, context_tokens)
+        usable = believed(survival, self._trust.trust.theta)
+        found = choose_depth(usable, self.plan.budget, seconds, floor, self._depths)
+        if found is None:
+            return
+        self._depth, self._saved_seconds = found.drafts, seconds - found.seconds
+        self.plan = replace(
+            self.plan,
+            expected_tokens=requests + float(found.admitted.sum()),
+            predicted_seconds=found.seconds,
+            promised=promise(found.admitted, requests),
+        )
 
     def _budget(self, requests: int) -> StepBudget:
         full = requests * self._gamma
@@ -170,7 +209,8 @@ class BudgetScheduler:
         packed = self._graph_tiers is not None or (self._mode == "compact" and drafts < full)
         if self._mode == "cap-accept" or not packed:
             return StepBudget(True, drafts, requests + full, packed=False)
-        return StepBudget(True, drafts, self._padded(requests + drafts), packed=True)
+        depth = None if self.plan is None else self._depth
+        return StepBudget(True, drafts, self._padded(requests + drafts), packed=True, depth=depth)
 
     def _padded(self, rows: int) -> int:
         return rows if self._graph_tiers is None else pad_to_tier(rows, self._graph_tiers)
@@ -196,10 +236,12 @@ class BudgetScheduler:
         """Why the last budget is what it is."""
         return Reason.FORCED if self._pin is not None else Reason.FULL if self.plan is None else self.plan.reason
 
-    def _count(self, forwarded: int) -> None:
+    def _count(self, forwarded: int, depth: int | None) -> None:
         requests, budget = self._requests[0].shape[0], self._budget_of_step
         assert isinstance(budget.drafts, int)
         self._reasons[self.reason] += 1
+        if budget.draft:
+            self._drawn[depth or self._gamma] += 1
         row = self._by_requests[requests]
         row += (1, requests + budget.drafts, forwarded, int(not budget.draft))
 
@@ -210,6 +252,7 @@ class BudgetScheduler:
     def clear(self) -> None:
         """Set all counters to zero."""
         self._reasons: Counter[Reason] = Counter()
+        self._drawn: Counter[int] = Counter()  # steps by the drafts of each block that they drew
         # R -> steps, scheduled rows M, forwarded rows, steps without a draft
         self._by_requests: defaultdict[int, np.ndarray] = defaultdict(lambda: np.zeros(4, dtype=np.int64))
         self._trust.clear()
@@ -231,6 +274,7 @@ class BudgetScheduler:
             "step_times": None if self._learner is None else self._learner.statistics(),
             "trust": self._trust.statistics(),
             "reasons": {str(reason): count for reason, count in sorted(self._reasons.items())},
+            "drawn": {str(depth): count for depth, count in sorted(self._drawn.items())},
             "relay": {str(found): count for found, count in self._relay.found.items()},
             "own_confidences": self._relay.own_rows,
             "late_confidences": self._relay.waits,

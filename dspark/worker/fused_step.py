@@ -37,9 +37,9 @@ class FusedStep(DecodeStep):
         self._buffers = buffers
 
     def draft(self, batch: DecodeBatch, budget: StepBudget) -> Drafted:
-        """A block, left in the buffers; its survival comes with the allocation.
+        """A block, or the first ``budget.depth`` drafts of it, left in the buffers; survival comes with the allocation.
 
-        Heads with a state of their own take the torch loop.
+        Heads with a state of their own take the torch loop, and draw whole blocks.
         """
         if not budget.draft:
             return None, None
@@ -53,7 +53,7 @@ class FusedStep(DecodeStep):
                 trust.copy_(found.confidence)
             return BlockProposal(tokens, found.probs, None if found.confidence is None else trust), None
         hidden = self._draft_net.block_hidden(batch)
-        self._chain(head, self._draft_net.base_logits(hidden), batch)
+        self._chain(head, self._draft_net.base_logits(hidden[:, : budget.depth]), batch)
         of_head, scale = self._draft_net.confidence_head, self._draft_net.calibration
         if of_head is None:
             if self._replay is not None:
@@ -69,15 +69,17 @@ class FusedStep(DecodeStep):
         confidence(hidden, batch.anchors, tokens, weights, batch.sampling.calibration, trust)
         if self._replay is not None:
             self._replay.draft(batch, trust)
+        if budget.depth is not None:
+            trust[:, budget.depth - 1 :].zero_()  # a window's last row tests the draft behind it
         return BlockProposal(tokens, None, trust), None
 
     def _chain(self, head: VanillaMarkovHead, base: torch.Tensor, batch: DecodeBatch) -> None:
-        """Write gamma drafts to the buffers, each conditioned on the token before it."""
-        requests, gamma, vocab = base.shape
+        """Write a draft per row of ``base`` [R, depth, V] to the buffers, each conditioned on the token before it."""
+        requests, depth, vocab = base.shape
         tiles = TileBuffers.empty(requests, vocab, MARKOV_TILE, base.device)
         weight, latents = head.markov_w2.weight, head.markov_w1.weight
         previous = batch.anchors
-        for k in range(gamma):  # unrolled by the capture
+        for k in range(depth):  # unrolled by the capture
             row = MarkovRow(self._buffers.drafts[:requests, k])
             if not batch.sampling.all_greedy:
                 values, tops, totals = self._buffers.distribution_buffers()

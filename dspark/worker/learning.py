@@ -38,10 +38,12 @@ class CostLearner:
         self._samples: list[StepSample] = []
         self.clear()
 
-    def note(self, draft: bool, requests: int, tier: int, context_tokens: float) -> StepNote:
-        """What is believed of a step before it runs."""
+    def note(
+        self, draft: bool, requests: int, tier: int, context_tokens: float, saved_seconds: float = 0.0
+    ) -> StepNote:
+        """What is believed of a step before it runs; ``saved_seconds`` of it by drawing less than whole blocks."""
         model, predicted = self.costs.times(draft, requests, tier, context_tokens)
-        return StepNote(draft, requests, tier, context_tokens, model, predicted)
+        return StepNote(draft, requests, tier, context_tokens, model - saved_seconds, predicted - saved_seconds)
 
     def learn(self, times: Sequence[StepTime]) -> None:
         """Take the times of steps that are over; one without a step that follows on it says nothing."""

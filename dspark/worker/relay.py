@@ -12,6 +12,7 @@ from typing import Protocol
 import numpy as np
 import torch
 
+from dspark.scheduler.depth import deepened
 from dspark.scheduler.history import LAG_STEPS, Entry, Found, History, Lookup, lookup
 from dspark.scheduler.survival import SurvivalPrior
 
@@ -70,13 +71,19 @@ class ConfidenceRelay:
         self._buffers = buffers
         self._history = History()
         self._transfers: dict[int, Transfer] = {}
+        self._depths: dict[int, int] = {}  # by step, of those that did not draw whole blocks
         self._prior = SurvivalPrior.initial(gamma)
         self.own_rows = 0  # requests that were planned with a confidence of their own
         self.waits = 0  # entries that were not there when they were needed
         self.found = dict.fromkeys((Found.FRESH, Found.NO_DRAFT, Found.MISSING), 0)
 
     def publish(
-        self, step: int, slots: np.ndarray, generations: np.ndarray, survival: torch.Tensor | None
+        self,
+        step: int,
+        slots: np.ndarray,
+        generations: np.ndarray,
+        survival: torch.Tensor | None,
+        depth: int | None = None,
     ) -> Transfer | None:
         """Hand over what ``step`` knew; None if it did not draft.
 
@@ -84,6 +91,7 @@ class ConfidenceRelay:
             step: number of the decode step, increasing.
             slots, generations: [R] int64, request slots of the step and their generations.
             survival: [R, G] float32 on the device of the step.
+            depth: drafts of each block that were drawn; None: all.
 
         Returns:
             The copy under way, whose values hold until the step ``RING`` steps later is published; None without one.
@@ -92,8 +100,11 @@ class ConfidenceRelay:
         transfer = None if survival is None else self._buffers.start(step, survival)
         if transfer is not None:
             self._transfers[step] = transfer
+            if depth is not None:
+                self._depths[step] = depth
         self._history = self._history.publish(entry)
         self._transfers.pop(step - RING + 1, None)
+        self._depths.pop(step - RING + 1, None)
         return transfer
 
     def survival(self, step: int, slots: np.ndarray, generations: np.ndarray) -> Lookup:
@@ -108,7 +119,8 @@ class ConfidenceRelay:
             if not transfer.done():
                 self.waits += 1
                 transfer.wait()
-            self._history = self._history.arrive(step - LAG_STEPS, transfer.values())
+            values, depth = transfer.values(), self._depths.pop(step - LAG_STEPS, None)
+            self._history = self._history.arrive(step - LAG_STEPS, values if depth is None else deepened(values, depth))
         found = lookup(self._history, step, slots, generations, self._prior)
         assert found.survival is not None, "the only transfer that could be late was waited for"
         self._prior = self._prior.update(found.own)

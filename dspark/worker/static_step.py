@@ -71,10 +71,10 @@ class StaticStep:
         """Requests that a verify graph of ``tier`` rows holds."""
         return min(tier, self.buffers.slots)
 
-    def draft(self, slots: int, sampling: Sampling) -> None:
-        """Draft a block for ``slots`` requests."""
+    def draft(self, slots: int, sampling: Sampling, depth: int | None = None) -> None:
+        """Draft a block for ``slots`` requests; of a ``depth``, only so many of its drafts."""
         self._prepare(slots)
-        proposal, _ = self._step.draft(self._batch(slots, sampling), StepBudget(True, 0, 0, packed=True))
+        proposal, _ = self._step.draft(self._batch(slots, sampling), StepBudget(True, 0, 0, packed=True, depth=depth))
         assert proposal is not None
         self.buffers.as_logits = proposal.probs is None  # a property of the drafter, the same in every capture
         if proposal.probs is not None:

@@ -88,7 +88,11 @@ class DecodeStep:
         )
         if self._replay is not None:
             self._replay.draft(batch, proposal.confidence)
-        return proposal, None if proposal.confidence is None else survival_of(proposal.confidence)
+        if proposal.confidence is None:
+            return proposal, None
+        if budget.depth is not None:
+            proposal.confidence[:, budget.depth - 1 :].zero_()  # a window's last row tests the draft behind it
+        return proposal, survival_of(proposal.confidence)
 
     def plan(
         self, batch: DecodeBatch, budget: StepBudget, proposal: BlockProposal | None, survival: torch.Tensor | None

@@ -103,7 +103,7 @@ class ToyDraft:
 
     def base_logits(self, hidden: torch.Tensor) -> torch.Tensor:
         code, beat = hidden[:, 0, 0].to(torch.int64), hidden[..., 2].to(torch.int64)
-        return self.base[code] + self.rhythm[beat % len(self.rhythm)]
+        return self.base[code][:, : hidden.shape[1]] + self.rhythm[beat % len(self.rhythm)]
 
     def inject(self, features: torch.Tensor, positions: torch.Tensor, slots: torch.Tensor) -> None:
         self.context[slots], self.positions[slots] = features[:, 0], positions

@@ -26,7 +26,7 @@ from dspark.worker.step import DecodeStep, Drafted, Publish
 from tests.compare import assert_equal
 from tests.kernels.row_cases import adjust_table
 from tests.lossless.networks import World, cap_accept, compact, draft_off, static
-from tests.lossless.test_prefix_rule import GAMMA, GREEDY, REQUESTS, VOCAB, world_of
+from tests.lossless.test_prefix_rule import GAMMA, GREEDY, REQUESTS, VOCAB, least_depth, world_of
 from tests.lossless.toy import OFF
 
 PADDING = 3
@@ -115,7 +115,7 @@ class CapturedStep(PaddedStep):
         kind = "greedy" if batch.sampling.all_greedy else "sampled"
         slots = full.size
         if budget.draft:
-            static_step.draft(slots, "sampled" if general else kind)
+            static_step.draft(slots, "sampled" if general else kind, budget.depth)
             split = True, budget.tier
             flat = self.split(static_step, split) if general else static_step.verify(budget.tier, kind)
             slots = static_step.slots_of(budget.tier)
@@ -158,6 +158,7 @@ def budgets(world: World, drafts: int, padding: int) -> dict[str, StepBudget]:
     return {
         "static": replace(full, tier=full.tier + padding),
         "compact": compact(world, drafts, padding),
+        "shallow": replace(compact(world, drafts, padding), depth=least_depth(drafts)),
         "cap-accept": replace(cap_accept(world, drafts), tier=full.tier + padding),
         "draft off": draft_off(world, padding),
     }

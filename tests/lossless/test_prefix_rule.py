@@ -75,12 +75,19 @@ def assert_head_of(full: AcceptResult, found: StepOutcome, name: str) -> None:
     assert_equal(found.accept.next_anchor, last, f"{name}: next anchor")
 
 
+def least_depth(drafts: int) -> int | None:
+    """The fewest drafts of each block that leave ``drafts`` to verify."""
+    depth = max(2, 1 - (-drafts // REQUESTS))
+    return depth if depth < GAMMA else None
+
+
 def check_step(world: World, drafts: int, padding: int) -> World:
     """The world after one compact step, once every mode agrees about that step."""
     budgets = {
         "static": static(world),
         "compact": compact(world, drafts, padding),
         "cap-accept": cap_accept(world, drafts),
+        "compact, shallow": replace(compact(world, drafts, padding), depth=least_depth(drafts)),
     }
     if padding == 0:
         budgets["compact, full budget"] = compact(world, REQUESTS * GAMMA, padding=drafts % 3)
@@ -88,7 +95,8 @@ def check_step(world: World, drafts: int, padding: int) -> World:
     outcomes = {name: worlds[name].run(budget) for name, budget in budgets.items()}
     full = outcomes["static"]
     assert int(full.plan.verify_lens.min()) == GAMMA + 1
-    for name, rows in (("compact", REQUESTS + drafts), ("cap-accept", REQUESTS * (GAMMA + 1))):
+    trimmed = REQUESTS + drafts
+    for name, rows in (("compact", trimmed), ("compact, shallow", trimmed), ("cap-accept", REQUESTS * (GAMMA + 1))):
         assert_head_of(full.accept, outcomes[name], name)
         assert int(outcomes[name].plan.verify_lens.sum()) == REQUESTS + drafts, f"{name}: scheduled rows"
         assert worlds[name].target.real == rows, f"{name}: forwarded rows"

@@ -10,6 +10,7 @@ import torch
 
 from dspark.cuda_graph.ladder import tier_ladder
 from dspark.scheduler.cost import CostModel, pad_to_tier
+from dspark.scheduler.depth import FULL_EVERY, DraftDepths
 from dspark.scheduler.planner import PlanState, Policy, plan
 from dspark.scheduler.tier_costs import TierCosts
 from dspark.types import StepBudget
@@ -161,3 +162,50 @@ def test_statistics_are_sums() -> None:
     assert sum(found["reasons"].values()) == sum(found["relay"].values()) == 20
     budgets.clear()
     assert budgets.statistics()["steps"] == 0
+
+
+def shallow_scheduler(saved: float) -> BudgetScheduler:
+    """Of batches of ten with captured graphs, for which drawing three of five drafts saves ``saved`` seconds."""
+    ladder = tier_ladder(16, 6)
+    return BudgetScheduler(
+        gamma=5,
+        mode="compact",
+        relay=ConfidenceRelay(HostBuffers(64, 5, "cpu"), 5),
+        costs=TierCosts(steep(), ladder, 5),
+        graph_tiers=ladder,
+        depths=DraftDepths((3,), np.array([8, 16]), np.array([[saved], [saved]])),
+    )
+
+
+def test_a_trimmed_step_draws_only_what_it_may_verify() -> None:
+    slots, born, drawn = np.arange(10), np.ones(10, dtype=np.int64), []
+    survival = 0.85 ** torch.arange(1, 6).expand(10, 5).float()
+    budgets = shallow_scheduler(0.002)
+    for _ in range(1, 2 * FULL_EVERY):
+        budget = budgets.decide(slots, born, 0.0)
+        note = budgets.note()
+        assert note is not None
+        if budget.depth is not None:
+            assert budget.drafts <= 10 * (budget.depth - 1)
+            whole = budgets._learner.note(True, 10, budget.tier, 0.0)
+            assert note.predicted_seconds == pytest.approx(whole.predicted_seconds - 0.002)
+            assert budgets.plan.predicted_seconds == pytest.approx(note.predicted_seconds)
+        drawn.append(budget.depth)
+        known = survival.clone()
+        known[:, 5 if budget.depth is None else budget.depth - 1 :] = 0
+        budgets.publish(known, budget.tier, budget.depth)
+        assert budget.unpadded(10, 5).depth is None
+    assert drawn[FULL_EVERY - 1] is None, "whole blocks now and then"
+    assert drawn.count(3) > 2 * FULL_EVERY - 6
+    assert budgets.statistics()["drawn"] == {"3": drawn.count(3), "5": drawn.count(None)}
+    budgets.pin(0.2)
+    assert budgets.decide(slots, born, 0.0).depth is None
+    assert {budget.depth for budget in run_ten(shallow_scheduler(0.0), survival)} == {None}, "nothing to save"
+
+
+def run_ten(budgets: BudgetScheduler, survival: torch.Tensor) -> list[StepBudget]:
+    found = []
+    for _ in range(8):
+        found.append(budgets.decide(np.arange(10), np.ones(10, dtype=np.int64), 0.0))
+        budgets.publish(survival, found[-1].tier, found[-1].depth)
+    return found

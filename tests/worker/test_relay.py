@@ -120,3 +120,15 @@ def test_a_buffer_is_not_reused_while_it_may_be_read(steps: int) -> None:
     kept = [buffers.start(step, rows(step, 2)) for step in range(steps)]
     for step in range(steps - RING, steps):
         np.testing.assert_array_equal(kept[step].values(), rows(step, 2).numpy())
+
+
+def test_drafts_that_were_not_drawn_are_guessed_from_their_row() -> None:
+    relay, who, born = ConfidenceRelay(HostBuffers(2, GAMMA, "cpu"), GAMMA), slots(5, 2), slots(1, 1)
+    shallow = torch.tensor([[0.81, 0.0, 0.0], [0.5, 0.0, 0.0]])
+    for step in (1, 2):
+        relay.survival(step, who, born)
+        relay.publish(step, who, born, shallow, depth=2 if step == 1 else None)
+    found = relay.survival(3, who, born).survival
+    assert found is not None
+    np.testing.assert_allclose(found, [[0.81, 0.81**2, 0.81**3], [0.5, 0.25, 0.125]], rtol=1e-6)
+    np.testing.assert_array_equal(relay.survival(4, who, born).survival, shallow.numpy())
