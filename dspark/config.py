@@ -93,8 +93,12 @@ HOST_VARIABLES: dict[str, HostSetting] = {
         False, f"{DUMP_VARIABLE}=reqs records predicted step times, /server_info shows measured ones"
     ),
     COLLECT_VARIABLE: HostSetting(True, "calibration data of full windows, with soft labels"),
-    "SGLANG_DSPARK_BLOCK_ACCEPT_ESTIMATE_PATH": HostSetting(False, "the ceiling is measured in cap-accept mode"),
-    "SGLANG_DSPARK_BLOCK_ACCEPT_ONLINE_INTERVAL": HostSetting(False, "the ceiling is measured in cap-accept mode"),
+    "SGLANG_DSPARK_BLOCK_ACCEPT_ESTIMATE_PATH": HostSetting(
+        False, "the ceiling is measured in cap-accept, estimated in compact"
+    ),
+    "SGLANG_DSPARK_BLOCK_ACCEPT_ONLINE_INTERVAL": HostSetting(
+        False, "the ceiling is measured in cap-accept, estimated in compact"
+    ),
     TIMES_VARIABLE: HostSetting(True, "times of decode steps, for profilers"),
     "SGLANG_DSPARK_FAST_SAMPLING": HostSetting(False, "drafts are drawn by one fused kernel always"),
     "SGLANG_DSPARK_FOLDED_SAMPLING": HostSetting(False, "drafts of sampled requests are drawn inside the graph always"),

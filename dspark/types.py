@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import ClassVar
 
 import torch
@@ -79,6 +79,7 @@ class BlockProposal:
     tokens: torch.Tensor  # [R, G] int64
     probs: torch.Tensor | None  # [R, G, V] float32, None when every request is greedy
     confidence: torch.Tensor | None  # [R, G] float32 in (0, 1), None without a confidence head
+    hidden: torch.Tensor | None = None  # [R, G, H] of the backbone, until the next block is drafted; None: not kept
 
 
 @dataclass(frozen=True)
@@ -160,8 +161,12 @@ class AcceptResult:
 
     accepted: torch.Tensor  # [R] int32, drafts accepted
     committed: torch.Tensor  # [R] int32, tokens committed, 1..W
-    tokens: torch.Tensor  # [R, W] int64, the first ``committed`` of each row count
+    # [R, W] int64: the first ``committed`` of each row count; where a trimmed window passed all its tests, the drafts
+    # that it left out follow
+    tokens: torch.Tensor
     next_anchor: torch.Tensor  # [R] int64, the last committed token
+    # [R, W] float32, the target's probability of each committed token of a sampled request; None: all are greedy
+    chances: torch.Tensor | None = field(default=None, kw_only=True)
 
 
 @dataclass(frozen=True)

@@ -41,6 +41,7 @@ class StepBuffers:
         self.confidence = zeros(slots, window - 1, dtype=torch.float32)
         # Of the drafts: values [slots, G, V], tops and totals [slots, G] float32 (``Distribution``), for sampled steps.
         self._distribution: tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None = None
+        self._blocks: torch.Tensor | None = None
         self.as_logits = True  # False: the values are probabilities
         self._rows: TargetRows | None = None
 
@@ -49,6 +50,14 @@ class StepBuffers:
         slots, gamma = self.confidence.shape
         values = torch.zeros((slots, gamma, vocab), dtype=torch.float32, device=self.rows.device)
         self._distribution = values, torch.zeros_like(self.confidence), torch.ones_like(self.confidence)
+
+    def hold_blocks(self, width: int, dtype: torch.dtype) -> None:
+        """Keep the hidden states [slots, G, H] of sampled blocks until the next block is drafted."""
+        self._blocks = torch.zeros((*self.confidence.shape, width), dtype=dtype, device=self.rows.device)
+
+    def blocks(self, slots: int) -> torch.Tensor | None:
+        """[slots, G, H] of the first ``slots`` requests; None if they are not held."""
+        return None if self._blocks is None else self._blocks[:slots]
 
     def distribution_buffers(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Values, tops and totals of all slots."""

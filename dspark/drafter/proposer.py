@@ -68,3 +68,37 @@ def propose_block(
     return BlockProposal(
         tokens=torch.stack(tokens, dim=1), probs=torch.stack(probs, dim=1) if probs else None, confidence=confidence
     )
+
+
+def block_log_probs(
+    head: VanillaMarkovHead,
+    hidden: torch.Tensor,
+    base_logits: torch.Tensor,
+    anchors: torch.Tensor,
+    path: torch.Tensor,
+    temperature: torch.Tensor,
+) -> torch.Tensor:
+    """How likely ``propose_block`` would have drawn each token of a path, given the tokens before it.
+
+    Args:
+        head: sequential head.
+        hidden: [R, G, H], of the block.
+        base_logits: [R, G, V], of the block.
+        anchors: [R] int64.
+        path: [R, G] int64, what stands in the places of the drafts.
+        temperature: [R] float32; 0 for greedy requests.
+
+    Returns:
+        [R, G] float32 log-probabilities; of greedy requests 0 for what would have been drafted, else -inf.
+    """
+    state, previous, latents = head.initial_state(anchors.shape[0], hidden), anchors, []
+    for k in range(path.shape[1]):
+        state, latent = head.step(state, head.embed(previous), hidden[:, k])
+        latents.append(latent)
+        previous = path[:, k]
+    logits = head.bias(torch.stack(latents, dim=1)).add_(base_logits)
+    certain = torch.where(logits.argmax(dim=-1) == path, 0.0, -torch.inf)
+    greedy = (temperature == 0)[:, None]
+    logits.div_(torch.where(greedy, 1.0, temperature[:, None])[..., None])
+    drawn = logits.gather(-1, path[..., None]).squeeze(-1) - logits.logsumexp(dim=-1)
+    return torch.where(greedy, certain, drawn)

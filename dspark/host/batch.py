@@ -52,6 +52,7 @@ class RequestTable:
         self._class_of = class_of
         # Raised by every prefill. The host's own count starts again when its cache is flushed.
         self.generations = np.zeros(slots, dtype=np.int64)
+        self.temperatures = np.zeros(slots)  # on the host; 0 for greedy requests
         self._filtered = torch.zeros(slots, dtype=torch.bool)  # on the host
         self.adjustments = AdjustRows(slots, vocab, device)
         # Captured steps read sampling parameters by request row: temperature, top-p, min-p; top-k, seed, class.
@@ -74,8 +75,10 @@ class RequestTable:
         ]
         self._seeds[batch.req_pool_indices] = self.staged(seeds)
         self.generations[batch.req_pool_indices_cpu.numpy()] += 1
+        temperatures = [0.0 if one.top_k == 1 else one.temperature for one in params]
+        self.temperatures[batch.req_pool_indices_cpu.numpy()] = temperatures
         if self._class_of is not None:
-            classes = [self._class_of(0.0 if one.top_k == 1 else one.temperature) for one in params]
+            classes = [self._class_of(temperature) for temperature in temperatures]
             self._classes[batch.req_pool_indices] = self.staged(classes)
         self._top_k[batch.req_pool_indices] = self.staged([one.top_k for one in params])
         numbers = [[getattr(one, name) for one in params] for name in ("temperature", "top_p", "min_p")]

@@ -28,7 +28,7 @@ from torch import nn
 from dspark.drafter.checkpoint import SHARED_PREFIXES
 from dspark.drafter.heads import build_confidence_head, build_markov_head
 from dspark.drafter.spec import DraftSpec
-from dspark.errors import CheckpointError, ConfigError
+from dspark.errors import CheckpointError, ConfigError, HostError
 from dspark.host.arguments import draft_spec_of
 from dspark.host.context_kv import ContextProjection
 from dspark.kernels.triton_rope import qk_norm_rope
@@ -280,3 +280,19 @@ class DSparkDraftModel(DSparkDraftNet):
 
 
 ARCHITECTURES = {model.__name__: model for model in (Qwen3DSparkModel, DSparkDraftModel)}
+
+
+def share_target_modules(target: Any, draft: DSparkDraftNet) -> None:
+    """Give the drafter the target's embedding and LM head.
+
+    Raises:
+        HostError: the target has no LM head.
+    """
+    lm_head = getattr(target, "lm_head", None)
+    embedding = target.get_input_embeddings() if hasattr(target, "get_input_embeddings") else target.model.embed_tokens
+    if lm_head is None or not hasattr(lm_head, "weight"):
+        raise HostError(
+            f"found no lm_head.weight in the target {type(target).__name__}; the drafter shares the target's LM head; "
+            "serve a model with one"
+        )
+    draft.share(embedding, lm_head)

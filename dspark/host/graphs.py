@@ -25,7 +25,7 @@ from dspark.drafter.spec import DraftSpec
 from dspark.host.batch import RequestTable
 from dspark.host.extras import StepExtras, compile_kernels
 from dspark.host.static_networks import PageTable, StaticDraftNet, StaticTargetNet
-from dspark.kernels.triton_accept_greedy import COLUMNS
+from dspark.kernels.triton_accept_greedy import FlatResult
 from dspark.kernels.triton_allocate import MAX_GAMMA, MAX_REQUESTS
 from dspark.scheduler.cost import CostModel
 from dspark.scheduler.depth import LEAST_REQUESTS, depth_ladder
@@ -58,6 +58,7 @@ class StepGraphs:
         calibration: ConfidenceScale | None,
         tp_size: int = 1,
         replay: Replay | None = None,
+        keep_blocks: bool = False,
     ) -> None:
         """Args:
         spec: the draft, blocks cut to the runtime gamma.
@@ -70,6 +71,7 @@ class StepGraphs:
         calibration: of confidences.
         tp_size: ranks; more than one must not decide by their own free memory.
         replay: simulated acceptance; None: nothing of it is captured.
+        keep_blocks: hold the hidden states of sampled blocks for those who ask the drafter later.
         """
         self._spec, self._target, self._tp_size = spec, target, tp_size
         self._tiers, self._slots = list(tiers), slot_ladder(max_requests)
@@ -78,6 +80,8 @@ class StepGraphs:
         device = torch.device(target.device)
         self._device = device
         self.buffers = StepBuffers(max_requests, spec.window, device)
+        if keep_blocks:
+            self.buffers.hold_blocks(spec.hidden_size, draft.model.fc.weight.dtype)
         pages = PageTable(target, self.buffers, spec.mask_token_id)
         draft_net = StaticDraftNet(draft, self.buffers, pages, spec.mask_token_id)
         draft_net.calibration = calibration
@@ -247,7 +251,7 @@ class StepGraphs:
         ``note`` is what the timer shall tell with the step's time.
 
         Returns:
-            The outcome, whose drafts and survival are static (they hold until the next step drafts), and the rows that
+            The outcome, whose block and survival are static (they hold until the next step drafts), and the rows that
             the target forwarded, padding included.
         """
         count, buffers = len(batch.reqs), self.buffers
@@ -277,7 +281,7 @@ class StepGraphs:
             self._read_done()
         assert output is not None
         self.timer.stop((budget.draft, general, rows), note)
-        return self._outcome(output.clone(), slots, count, budget), rows
+        return self._outcome(output.clone(), slots, count, budget, kind), rows
 
     def _split(self, split: Split, count: int, extras: StepExtras | None) -> torch.Tensor | None:
         """Forward and tail of a step of the general kind, and what the host has to do around the forward."""
@@ -293,21 +297,21 @@ class StepGraphs:
             extras.keep(rows.logits, plan.packed.index[:count].expand(count, self._spec.window))
         return self._graphs.replay(("tail", split))
 
-    def _outcome(self, flat: torch.Tensor, slots: int, count: int, budget: StepBudget) -> StepOutcome:
+    def _outcome(self, flat: torch.Tensor, slots: int, count: int, budget: StepBudget, kind: Sampling) -> StepOutcome:
         """Views of a step's flat output (``StaticStep.flat``) for the ``count`` requests among its ``slots``."""
-        window, buffers = self._spec.window, self.buffers
-        tokens = flat[: count * window].view(count, window)
-        columns = flat[slots * window :].view(COLUMNS, slots)[:, :count]
-        accepted, committed, next_anchor, lengths, verify_lens, ceiling = columns
-        proposal = BlockProposal(buffers.drafts[:count], None, None) if budget.draft else None
+        buffers, found, sampled = self.buffers, FlatResult.of(flat, slots, self._spec.window), kind != "greedy"
+        hidden = buffers.blocks(count) if sampled or budget.depth is not None else None
+        proposal = BlockProposal(buffers.drafts[:count], None, None, hidden) if budget.draft else None
+        chances = found.chances[:count] if sampled and found.chances is not None else None
+        counts = found.accepted[:count], found.committed[:count], found.tokens[:count], found.next_anchor[:count]
         known = budget.draft and self._spec.has_confidence
         return StepOutcome(
             proposal=proposal,
             survival=buffers.survival[:count] if known else None,
-            plan=VerifyPlan(verify_lens, buffers.windows[:count], None, full=not budget.packed),
-            accept=AcceptResult(accepted, committed, tokens, next_anchor),
-            lengths=lengths,
-            ceiling=ceiling if budget.draft and not budget.packed else None,
+            plan=VerifyPlan(found.verify_lens[:count], buffers.windows[:count], None, full=not budget.packed),
+            accept=AcceptResult(*counts, chances=chances),
+            lengths=found.lengths[:count],
+            ceiling=found.ceiling[:count] if budget.draft and not budget.packed else None,
         )
 
     def statistics(self) -> dict[str, Any]:
@@ -382,6 +386,7 @@ def build_graphs(
         calibration=calibration,
         tp_size=int(server_args.tp_size),
         replay=replay,
+        keep_blocks=(mode == "compact" or settings.record_steps) and replay is None and int(server_args.tp_size) == 1,
     )
     graphs.capture()
     return graphs

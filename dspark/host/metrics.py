@@ -20,7 +20,17 @@ from dspark.host import memory, meta_info
 from dspark.host.simulate import named_class
 from dspark.observe.calibration import BlockFacts, CalibrationWindows
 from dspark.observe.counters import StepCounters, StepCounts, StepFacts
-from dspark.observe.prometheus import Distribution, Exporter, Sample, calibration_samples, distributions, samples
+from dspark.observe.hidden_steps import Probe, StepTokens
+from dspark.observe.live_ceiling import LiveCeiling
+from dspark.observe.prometheus import (
+    Distribution,
+    Exporter,
+    Sample,
+    calibration_samples,
+    ceiling_samples,
+    distributions,
+    samples,
+)
 from dspark.observe.records import StepRecords, UserFacts
 from dspark.worker.budget import BudgetScheduler
 from dspark.worker.relay import Transfer
@@ -45,7 +55,11 @@ class ObservedResult(GenerationBatchResult):
     observer: StepObserver | None = None
     facts: StepFacts | None = None
     accepted: torch.Tensor | None = None  # [R] integers, drafts accepted
+    temperatures: np.ndarray | None = None  # [R] float64, 0 for greedy requests
     windows: torch.Tensor | None = None  # [R] integers, rows scheduled; None: as ``facts`` say
+    chances: torch.Tensor | None = None  # [R, W] float32, see ``AcceptResult``; None: all are greedy, or nobody asks
+    probe: Probe | None = None
+    whole: bool = True  # whether all drafts of the blocks were drawn
     survival: Transfer | None = None  # [R, G] float32 on its way to the host; None: not drafted, or not scheduled
 
     def copy_to_cpu(self, *args: Any, **kwargs: Any) -> None:
@@ -58,26 +72,40 @@ class ObservedResult(GenerationBatchResult):
             self.accepted = to_host(self.accepted)
         if self.windows is not None:
             self.windows = to_host(self.windows)
+        if self.chances is not None:
+            self.chances = to_host(self.chances)
         super().copy_to_cpu(*args, **kwargs)
 
 
 class StepObserver:
     """Counts the steps of a server, in the order in which the host processes their results."""
 
-    def __init__(self, gamma: int, slots: int, records: int | None = None) -> None:
+    def __init__(self, gamma: int, slots: int, records: int | None = None, *, estimates: bool = False) -> None:
         """Args:
         gamma: drafts per block.
         slots: request slots of the host.
         records: request steps to keep; None: none.
+        estimates: whether the ceiling is estimated; only where windows are trimmed and nothing is simulated.
         """
-        self.counting = True  # switched off only to find out what it costs
+        self._counting = True
         self._window = gamma + 1
         self.counters = StepCounters(gamma, slots)
         self.calibration = CalibrationWindows(gamma)
         self.records = None if records is None else StepRecords(records)
+        self.ceiling = LiveCeiling(gamma, slots) if estimates else None
         self._logged: dict[str, int] = {}
-        self._generation = np.full(slots, -1, dtype=np.int64)  # these three by slot
-        self._temperature, self._simulated = np.zeros(slots), np.full(slots, None, dtype=object)
+        self._generation, self._simulated = np.full(slots, -1, dtype=np.int64), np.full(slots, None, dtype=object)
+
+    @property
+    def counting(self) -> bool:
+        """Whether steps are observed; switched off only to find out what it costs."""
+        return self._counting
+
+    @counting.setter
+    def counting(self, on: bool) -> None:
+        if self.ceiling is not None:
+            self.ceiling.interrupt()
+        self._counting = on
 
     def processed(self, result: ObservedResult, batch: ScheduleBatch, tokens: list[list[int]]) -> None:
         """Count a step whose results are on the host.
@@ -87,8 +115,9 @@ class StepObserver:
             batch: its requests, as they are now: some may have ended while the step ran.
             tokens: what the host takes from the step for each request.
         """
-        facts, lens = result.facts, result.accept_lens
+        facts, lens, temperatures = result.facts, result.accept_lens, result.temperatures
         assert facts is not None
+        assert temperatures is not None
         assert result.accepted is not None
         assert lens is not None
         count = facts.slots.shape[0]
@@ -98,35 +127,32 @@ class StepObserver:
         ceiling = None if result.block_accept_lens is None else result.block_accept_lens.numpy()
         counts, now = StepCounts(windows, result.accepted.numpy(), ceiling), time.monotonic()
         self.counters.add(facts, counts, now)
-        users = None if result.survival is None and self.records is None else self._users(facts, batch)
-        survival = self._judge(result.survival, facts, counts, users)
+        if self.ceiling is not None:
+            self.ceiling.add(_step_tokens(result, facts, counts, temperatures))
+        survival = self._judge(result.survival, counts, temperatures)
         if self.records is not None:
-            self.records.add(facts, counts, survival, now, users)
+            self.records.add(facts, counts, survival, now, self._users(facts, batch, temperatures))
         taken = sum(map(len, tokens))
         # The host walks over its requests right here as well.
         ended = sum(len(run) for run, req in zip(tokens, batch.reqs, strict=True) if req.is_retracted or req.finished())
         self.counters.deliver(taken - ended, ended, int(lens.sum()) - taken)
 
-    def _users(self, facts: StepFacts, batch: ScheduleBatch) -> UserFacts:
+    def _users(self, facts: StepFacts, batch: ScheduleBatch, temperatures: np.ndarray) -> UserFacts:
         """What the requests of a step asked for; read once per request."""
         for place in np.flatnonzero(self._generation[facts.slots] != facts.generations):  # requests not seen before
-            params, slot = batch.reqs[place].sampling_params, facts.slots[place]
-            self._temperature[slot] = 0.0 if params.top_k == 1 else params.temperature
+            slot = facts.slots[place]
             self._simulated[slot] = named_class(batch.reqs[place])
             self._generation[slot] = facts.generations[place]
-        return UserFacts(self._temperature[facts.slots], self._simulated[facts.slots])
+        return UserFacts(temperatures, self._simulated[facts.slots])
 
-    def _judge(
-        self, transfer: Transfer | None, facts: StepFacts, counts: StepCounts, users: UserFacts | None
-    ) -> np.ndarray | None:
+    def _judge(self, transfer: Transfer | None, counts: StepCounts, temperatures: np.ndarray) -> np.ndarray | None:
         """Hold survivals against what was accepted; returns them, [R, G] float32."""
         if transfer is None:
             return None
-        assert users is not None
         # There, since they were sent before the results; kept, since their buffer is used again a few steps later.
         survival = transfer.values().copy()
         tested = np.minimum(counts.windows, self._window - 1)
-        self.calibration.add(BlockFacts(survival, tested, counts.accepted, users.temperature))
+        self.calibration.add(BlockFacts(survival, tested, counts.accepted, temperatures))
         return survival
 
     def clear(self) -> None:
@@ -134,6 +160,8 @@ class StepObserver:
         self._logged = {}
         self.counters.clear()
         self.calibration.clear()
+        if self.ceiling is not None:
+            self.ceiling.clear()
         if self.records is not None:
             self.records.clear()
 
@@ -143,12 +171,15 @@ class StepObserver:
         yield from samples(counters, *budgets.confidences())
         yield from distributions(counters)
         yield from calibration_samples(self.calibration.totals())
+        if self.ceiling is not None:
+            yield from ceiling_samples(self.ceiling.statistics())
 
     def dump(self) -> dict[str, Any]:
         """For ``/server_info``."""
         found: dict[str, Any] = {
             "counters": self.counters.statistics(),
             "calibration": self.calibration.statistics(),
+            "ceiling": None if self.ceiling is None else self.ceiling.statistics(),
             "device_memory": memory.held(),
         }
         return found if self.records is None else found | {"step_records": self.records.dump().model_dump()}
@@ -170,7 +201,26 @@ class StepObserver:
         """Count what lies behind a stop, and give the request its own sums for its ``meta_info``."""
         if req.finished_len is not None:
             self.counters.cut(len(req.output_ids) - req.finished_len)
-        meta_info.attach(req, self.counters.request(req.req_pool_idx))
+        own = self.counters.request(req.req_pool_idx)
+        if self.ceiling is not None:
+            own["ceiling"] = self.ceiling.request(req.req_pool_idx)
+        meta_info.attach(req, own)
+
+
+def _step_tokens(result: ObservedResult, facts: StepFacts, counts: StepCounts, temperatures: np.ndarray) -> StepTokens:
+    """Copies where the arrays lie in pinned memory, which would be held as long as the step waits."""
+    return StepTokens(
+        slots=facts.slots,
+        generations=facts.generations,
+        drafted=facts.drafted,
+        rows=counts.windows.astype(np.int64),
+        accepted=counts.accepted.astype(np.int64),
+        tokens=result.next_token_ids.numpy().reshape(facts.slots.shape[0], -1).copy(),
+        greedy=temperatures == 0,
+        chances=None if result.chances is None else result.chances.numpy().copy(),
+        probe=result.probe,
+        whole=result.whole,
+    )
 
 
 def export(worker_reads: Callable[[], Iterator[Sample | Distribution]], server_args: Any, rank: int) -> Exporter | None:

@@ -16,6 +16,8 @@ from dspark.scheduler.json_file import Provenance
 from dspark.types import DecodeBatch, StepBudget, StepOutcome
 from dspark.worker.budget import BudgetScheduler
 from dspark.worker.collect import BlockCollector
+from dspark.worker.later_tokens import LaterTokens
+from dspark.worker.protocols import DraftNet
 from dspark.worker.records import StepRecorder
 from dspark.worker.step_times import StepClock
 
@@ -25,10 +27,11 @@ logger = logging.getLogger("dspark")
 class Recording:
     """Nothing unless it was asked for."""
 
-    def __init__(self, settings: Settings, spec: DraftSpec, *, calibrated: bool, rank: int) -> None:
+    def __init__(self, settings: Settings, spec: DraftSpec, net: DraftNet, *, calibrated: bool, rank: int) -> None:
         """Args:
         settings: of the process.
         spec: of the draft.
+        net: the draft.
         calibrated: whether confidences are scaled.
         rank: only the first one records blocks.
 
@@ -36,6 +39,7 @@ class Recording:
             ConfigError: data of scaled confidences, or of none, would calibrate nothing.
         """
         self._steps = StepRecorder() if settings.record_steps else None
+        self._later = LaterTokens(net)
         self._clock = StepClock() if settings.record_times else None
         self._window, self._simulated_length = spec.window, settings.simulate_accept_length
         self.deployment: Provenance | None = None  # set when the graphs are known; profilers write it into their tables
@@ -65,7 +69,11 @@ class Recording:
         if self._steps is not None:
             rids = [req.rid for req in batch.reqs]
             step, plan, reason = int(batch.forward_iter), budgets.plan, budgets.reason
-            self._steps.record(step, rids, budget, outcome, plan, reason, forwarded)
+            records = self._steps.record(step, rids, budget, outcome, plan, reason, forwarded)
+            if outcome.ceiling is not None:
+                params = [req.sampling_params for req in batch.reqs]
+                temperatures = [0.0 if one.top_k == 1 else one.temperature for one in params]
+                self._later.follow(records, outcome, temperatures)
 
     def blocks(self, batch: ScheduleBatch, inputs: DecodeBatch, outcome: StepOutcome, logits: torch.Tensor) -> None:
         """Record the blocks of an eager step of full windows."""

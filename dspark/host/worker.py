@@ -27,7 +27,7 @@ from dspark.errors import HostError
 from dspark.host import compat, takeover
 from dspark.host.arguments import draft_spec_of
 from dspark.host.batch import RequestTable, context_tokens, decode_batch
-from dspark.host.draft_model import ARCHITECTURES
+from dspark.host.draft_model import ARCHITECTURES, share_target_modules
 from dspark.host.extras import StepExtras, attach_prefill, mask_prefill, wanted
 from dspark.host.graphs import StepGraphs, build_graphs
 from dspark.host.measure import measured_cost, measured_depths
@@ -40,6 +40,7 @@ from dspark.observe.counters import StepFacts
 from dspark.observe.prometheus import Exporter
 from dspark.types import StepOutcome
 from dspark.worker.budget import BudgetScheduler
+from dspark.worker.probes import CeilingProbes
 from dspark.worker.relay import Transfer
 from dspark.worker.replay import Replay
 from dspark.worker.step import DecodeStep, first_tokens
@@ -86,7 +87,7 @@ class DSparkWorker(BaseSpecWorker):
         )
         self._draft_worker = bundle.draft_worker
         self.draft_model_runner = bundle.draft_model_runner
-        self._share_target_modules()
+        share_target_modules(self.model_runner.model, self.draft_model_runner.model)
         self._window = torch.arange(self.spec.window, dtype=torch.int64, device=self.device)
         self._draft_net = HostDraftNet(self.draft_model_runner, self.spec.mask_token_id)
         self._target_net = HostTargetNet(target_worker)
@@ -95,12 +96,13 @@ class DSparkWorker(BaseSpecWorker):
         if self._calibration is not None:
             self._draft_net.calibration = self._calibration.scale
         calibrated = self._calibration is not None
-        self._recording = Recording(self.settings, self.spec, calibrated=calibrated, rank=ps.tp_rank)
+        self._recording = Recording(self.settings, self.spec, self._draft_net, calibrated=calibrated, rank=ps.tp_rank)
         self._requests: RequestTable | None = None
         self.simulated: Replay | None = None
         self._budgets: BudgetScheduler | None = None
         self._graphs: StepGraphs | None = None
         self.observer: StepObserver | None = None
+        self._probes: CeilingProbes | None = None
         self._exporter: Exporter | None = None
         self._rank = ps.tp_rank
         if ps.tp_rank == 0:
@@ -116,17 +118,6 @@ class DSparkWorker(BaseSpecWorker):
                 self.device,
             )
 
-    def _share_target_modules(self) -> None:
-        model = self.model_runner.model
-        lm_head = getattr(model, "lm_head", None)
-        embedding = model.get_input_embeddings() if hasattr(model, "get_input_embeddings") else model.model.embed_tokens
-        if lm_head is None or not hasattr(lm_head, "weight"):
-            raise HostError(
-                f"found no lm_head.weight in the target {type(model).__name__}; the drafter shares the target's LM "
-                "head; serve a model with one"
-            )
-        self.draft_model_runner.model.share(embedding, lm_head)
-
     # -- start-up, called by the scheduler in this order -------------------------------------------------------------
 
     def alloc_memory_pool(
@@ -138,8 +129,11 @@ class DSparkWorker(BaseSpecWorker):
         class_of = None if self._calibration is None else self._calibration.of
         seed, vocab = self._target_worker.random_seed, self.spec.vocab_size
         self._requests = RequestTable(rows, self.device, seed, vocab, class_of)
-        self.observer = StepObserver(self.spec.gamma, rows, self.settings.step_records)
         self.simulated = build_replay(self.settings, self.spec.gamma, self._requests)
+        estimates = self.mode == "compact" and self.simulated is None
+        self.observer = StepObserver(self.spec.gamma, rows, self.settings.step_records, estimates=estimates)
+        if self.observer.ceiling is not None and self.server_args.tp_size == 1:  # the LM head of one rank is not all
+            self._probes = CeilingProbes(self._draft_net, self.observer.ceiling, self.spec.gamma, self.device)
         self._step = DecodeStep(self._draft_net, self._target_net, self.simulated)
         logger.info("dspark: %.2f GiB for penalties and biases of %d requests", rows * vocab * 8 / 2**30, rows)
 
@@ -286,13 +280,15 @@ class DSparkWorker(BaseSpecWorker):
         if extras is not None:
             extras.attach(output, outcome.accept.tokens)
         facts = self._budgets.facts(int(batch.forward_iter), forwarded, refusal)
-        return self._result(outcome, output, facts, survival)
+        return self._result(outcome, output, facts, survival, budget.depth is None)
 
     def _result(
-        self, outcome: StepOutcome, output: LogitsProcessorOutput | None, facts: StepFacts, survival: Transfer | None
+        self, outcome: StepOutcome, output: Any, facts: StepFacts, survival: Transfer | None, whole: bool
     ) -> GenerationBatchResult:
+        assert self._requests is not None
+        temperatures = self._requests.temperatures[facts.slots]
         accept, windows = outcome.accept, outcome.plan.verify_lens
-        scheduled = self._budgets is not None and self._budgets.schedules
+        probes = self._probes if self.observer is not None and self.observer.counting else None
         return ObservedResult(
             logits_output=output,
             next_token_ids=accept.tokens.reshape(-1),
@@ -301,12 +297,16 @@ class DSparkWorker(BaseSpecWorker):
             new_seq_lens=outcome.lengths,
             can_run_cuda_graph=facts.refusal is None,
             speculative_num_draft_tokens=self.spec.window,
-            cap_lens=windows if scheduled else None,
+            cap_lens=windows if self._budgets is not None and self._budgets.schedules else None,
             block_accept_lens=outcome.ceiling if self.mode == "cap-accept" else None,
             observer=self.observer,
             facts=facts,
             accepted=accept.accepted,
             survival=survival,
+            chances=None if probes is None else accept.chances,
+            probe=None if probes is None else probes.step(temperatures, outcome, whole),
+            temperatures=temperatures,
+            whole=whole,
             windows=windows if facts.drafted and facts.drafts < windows.shape[0] * self.spec.gamma else None,
         )
 

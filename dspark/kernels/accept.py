@@ -11,6 +11,8 @@ Source: Leviathan et al. 2023 (rejection rule), DSpark paper section 3.2 (window
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 
 from dspark.kernels.philox import Purpose, exponential, uniform
@@ -33,6 +35,9 @@ def commit_chain(
 ) -> AcceptResult:
     """Drafts, then the replacement (or bonus) token, cut at the window.
 
+    Where a trimmed window passed all its tests nothing is replaced: the drafts that it left out follow what it commits,
+    and later steps tell what would have become of them (``dspark.observe.live_ceiling``).
+
     Args:
         accepted: [R] int64.
         draft_tokens: [R, G] int64.
@@ -42,7 +47,8 @@ def commit_chain(
     # A trimmed chain that passed every test has already committed its l tokens: the last of them is a draft.
     committed = torch.minimum(accepted + 1, verify_lens)
     tokens = torch.cat([draft_tokens, replacement[:, None]], dim=1)
-    tokens = tokens.scatter(1, accepted[:, None], replacement[:, None])
+    end = torch.where(accepted < verify_lens, replacement, tokens.gather(1, accepted[:, None]).squeeze(1))
+    tokens = tokens.scatter(1, accepted[:, None], end[:, None])
     return AcceptResult(
         accepted=accepted.to(torch.int32),
         committed=committed.to(torch.int32),
@@ -88,7 +94,7 @@ def accept_sample(
         index: [R, G + 1] int64, the packed row of each place (``PackedRows.index``); None if not packed.
 
     Returns:
-        What each request commits; ``tokens`` past ``committed`` are unspecified.
+        What each request commits; ``tokens`` and ``chances`` past ``committed`` are unspecified.
     """
     requests, gamma = draft_tokens.shape
     if index is None:
@@ -100,7 +106,8 @@ def accept_sample(
     accepted = _accepted(coin * q < p, verify_lens)  # u < 1: p >= q always passes, p = 0 never does
     weights = residual_weights(accepted, draft_probs, rows[index.gather(1, accepted[:, None]).squeeze(1)])
     replacement = race(weights, seeds, positions, accepted, Purpose.RESIDUAL)
-    return commit_chain(accepted, draft_tokens, replacement, verify_lens)
+    found = commit_chain(accepted, draft_tokens, replacement, verify_lens)
+    return replace(found, chances=rows[index, found.tokens].to(torch.float32))
 
 
 def residual_weights(accepted: torch.Tensor, draft_probs: torch.Tensor, p: torch.Tensor) -> torch.Tensor:
@@ -150,6 +157,7 @@ def cut(full: AcceptResult, verify_lens: torch.Tensor) -> AcceptResult:
         committed=committed,
         tokens=full.tokens,
         next_anchor=full.tokens.gather(1, (committed[:, None].to(torch.int64) - 1).clamp(min=0)).squeeze(1),
+        chances=full.chances,
     )
 
 
@@ -161,4 +169,5 @@ def select(greedy: torch.Tensor, when_greedy: AcceptResult, when_sampled: Accept
         committed=torch.where(greedy, when_greedy.committed, when_sampled.committed),
         tokens=torch.where(wide, when_greedy.tokens, when_sampled.tokens),
         next_anchor=torch.where(greedy, when_greedy.next_anchor, when_sampled.next_anchor),
+        chances=when_sampled.chances,
     )

@@ -43,6 +43,7 @@ class Committed(NamedTuple):
     positions: Any
     lengths: Any
     lens: Any
+    chances: Any
 
 
 @dataclass(frozen=True)
@@ -50,21 +51,37 @@ class FlatResult(AcceptResult):
     """Everything that leaves a step of R requests in one tensor, so that one copy saves it from the next replay.
 
     The columns, the counts of ``AcceptResult`` among them, are int64 and lie in ``flat`` behind the tokens in this
-    order: accepted, committed, next anchor, lengths, verify lengths, ceiling.
+    order: accepted, committed, next anchor, lengths, verify lengths, ceiling. Behind them lie the chances, two of them
+    in the place of an int64.
     """
 
     lengths: torch.Tensor  # [R] int64, after the commit
     verify_lens: torch.Tensor  # [R] int64
     ceiling: torch.Tensor  # [R] int64, unspecified where rows were left out
-    flat: torch.Tensor  # [R * (W + COLUMNS)] int64
+    flat: torch.Tensor  # [R * (W + COLUMNS) + R * W / 2, rounded up] int64
 
     @classmethod
     def empty(cls, requests: int, window: int, device: torch.device | str) -> FlatResult:
         """Buffers, contents unspecified."""
-        flat = torch.empty(requests * (window + COLUMNS), dtype=torch.int64, device=device)
-        tokens = flat[: requests * window].view(requests, window)
-        accepted, committed, next_anchor, lengths, lens, ceiling = flat[requests * window :].view(COLUMNS, requests)
-        return cls(accepted, committed, tokens, next_anchor, lengths, lens, ceiling, flat)
+        size = requests * (window + COLUMNS) + ceil_div(requests * window, 2)
+        return cls.of(torch.empty(size, dtype=torch.int64, device=device), requests, window)
+
+    @classmethod
+    def of(cls, flat: torch.Tensor, requests: int, window: int) -> FlatResult:
+        """Views of ``flat``, the outcome of R requests."""
+        tokens, columns, chances = flat.split([requests * window, requests * COLUMNS, ceil_div(requests * window, 2)])
+        accepted, committed, next_anchor, lengths, lens, ceiling = columns.view(COLUMNS, requests)
+        return cls(
+            accepted,
+            committed,
+            tokens.view(requests, window),
+            next_anchor,
+            lengths,
+            lens,
+            ceiling,
+            flat,
+            chances=chances.view(torch.float32)[: requests * window].view(requests, window),
+        )
 
 
 def chains_of(drafts: torch.Tensor, lens: torch.Tensor, index: torch.Tensor | None) -> Chains:
@@ -76,15 +93,16 @@ def chains_of(drafts: torch.Tensor, lens: torch.Tensor, index: torch.Tensor | No
 
 def committed_of(out: AcceptResult, ceiling: torch.Tensor | None, positions: torch.Tensor | None) -> Committed:
     """Arguments of a kernel; what is not given stands for nothing that is read or written."""
-    assert dense(out.accepted, out.committed, out.tokens, out.next_anchor, ceiling)
+    assert dense(out.accepted, out.committed, out.tokens, out.next_anchor, out.chances, ceiling)
     counts = out.accepted if ceiling is None else ceiling
     lengths = lens = anchors = out.next_anchor
     if isinstance(out, FlatResult):
         assert positions is not None
         assert dense(positions)
         anchors, lengths, lens = positions, out.lengths, out.verify_lens
-    width = out.tokens.shape[1]
-    return Committed(out.accepted, out.committed, out.tokens, width, out.next_anchor, counts, anchors, lengths, lens)
+    width, chances = out.tokens.shape[1], out.next_anchor if out.chances is None else out.chances
+    named = out.accepted, out.committed, out.tokens, width, out.next_anchor
+    return Committed(*named, counts, anchors, lengths, lens, chances)
 
 
 @jit
@@ -112,11 +130,14 @@ def chain_end(passed, column, tested, COLS: tl.constexpr):
 
 @jit
 def commit(chains, out, request, length, accepted, replacement, FLAT: tl.constexpr, COLS: tl.constexpr):
-    """Store what [N] requests commit: drafts, then the replacement (up to the width), cut at the window."""
+    """Store what [N] requests commit: drafts, then the replacement (up to the width), cut at the window.
+
+    Where a trimmed window passed all its tests the drafts that it left out follow (``accept.commit_chain``).
+    """
     known = request < chains.requests
     committed = tl.minimum(accepted + 1, length)
     column = tl.arange(0, COLS)[None, :]
-    replaced = (column == accepted[:, None]) | (column >= chains.gamma)
+    replaced = ((column == accepted[:, None]) & (accepted < length)[:, None]) | (column >= chains.gamma)
     tokens = tl.where(replaced, replacement[:, None], drafts_at(chains, request, column))
     at = out.tokens + request.to(tl.int64)[:, None] * out.width + column
     tl.store(at, tokens, mask=known[:, None] & (column < out.width))
@@ -171,7 +192,7 @@ def accept_greedy_into(
         index: [R, G + 1] int64, the row of each place if rows are packed; None: request after request.
         ceiling: [R] integers out, what an uncut window would have committed, if all its rows were forwarded; 0 if
             padded.
-        positions: [R] int64, positions of the anchors; asked for by a ``FlatResult``.
+        positions: [R] int64, positions of the anchors; asked for by a ``FlatResult``, whose chances stay as they are.
     """
     launch = accept_greedy_triton if drafts.is_cuda else accept_greedy_reference
     launch(drafts, best, lens, out, index, ceiling, positions)
@@ -202,6 +223,8 @@ def store_result(
     out.committed.copy_(found.committed)
     out.tokens.copy_(found.tokens)
     out.next_anchor.copy_(found.next_anchor.masked_fill(lens == 0, 0))
+    if out.chances is not None and found.chances is not None:
+        out.chances.copy_(found.chances)
     if isinstance(out, FlatResult):
         assert positions is not None
         out.lengths.copy_(positions + found.committed)

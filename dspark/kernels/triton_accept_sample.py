@@ -79,7 +79,7 @@ def _probability(data, at, top, total, temperature, mask, LOGITS: tl.constexpr):
 
 @jit
 def _passed(chains, rule, p, q, request, column, PACKED: tl.constexpr, P_LOGITS: tl.constexpr, Q_LOGITS: tl.constexpr):
-    """[1, C] bool: the test of each draft of a sampled request [1]."""
+    """The test of each draft of a sampled request [1], and the target's probability of it: [1, C] bool and float32."""
     drafted = column < chains.gamma
     token = drafts_at(chains, request, column)
     temperature = tl.load(rule.temperature + request)[:, None]
@@ -101,7 +101,7 @@ def _passed(chains, rule, p, q, request, column, PACKED: tl.constexpr, P_LOGITS:
         tl.load(rule.seeds + request)[:, None] + at * 0,
         tl.load(rule.positions + request)[:, None] + at * 0,
     )
-    return uniforms(seed, position, at, ACCEPT) * q_x < p_x  # u < 1: p >= q always passes, p = 0 never does
+    return uniforms(seed, position, at, ACCEPT) * q_x < p_x, p_x  # u < 1: p >= q always passes, p = 0 never does
 
 
 @jit
@@ -141,12 +141,15 @@ def _winner(
 @jit
 def _chain_kernel(
     chains, rule, p, q, out, PACKED: tl.constexpr, P_LOGITS: tl.constexpr, Q_LOGITS: tl.constexpr,
-    GREEDY: tl.constexpr, CEILING: tl.constexpr, COLS: tl.constexpr
+    GREEDY: tl.constexpr, CEILING: tl.constexpr, CHANCES: tl.constexpr, COLS: tl.constexpr
 ):  # fmt: skip
     request = tl.program_id(0) + tl.arange(0, 1)
     column = tl.arange(0, COLS)[None, :]
     length = tl.load(chains.lens + request)
-    passed = _passed(chains, rule, p, q, request, column, PACKED, P_LOGITS, Q_LOGITS)
+    passed, chances = _passed(chains, rule, p, q, request, column, PACKED, P_LOGITS, Q_LOGITS)
+    if CHANCES:
+        at = out.chances + request.to(tl.int64)[:, None] * out.width + column
+        tl.store(at, chances, mask=column < chains.gamma)
     if GREEDY:
         greedy = tl.load(rule.greedy + request).to(tl.int32) != 0
         row = rows_at(chains, request[:, None], column, PACKED)
@@ -176,8 +179,8 @@ def _tile_kernel(
 
 @jit
 def _join_kernel(
-    chains, rule, out, tiles, PACKED: tl.constexpr, GREEDY: tl.constexpr, FLAT: tl.constexpr, COLS: tl.constexpr,
-    COUNT: tl.constexpr
+    chains, rule, p, out, tiles, PACKED: tl.constexpr, P_LOGITS: tl.constexpr, GREEDY: tl.constexpr,
+    CHANCES: tl.constexpr, FLAT: tl.constexpr, COLS: tl.constexpr, COUNT: tl.constexpr
 ):  # fmt: skip
     request = tl.program_id(0) + tl.arange(0, 1)
     length, accepted = tl.load(chains.lens + request), tl.load(out.accepted + request).to(tl.int32)
@@ -188,6 +191,14 @@ def _join_kernel(
         greedy = tl.load(rule.greedy + request).to(tl.int32) != 0
         token = tl.where(greedy, tl.load(rule.best + row, mask=length > 0, other=0), token)
     token = tl.where(accepted < length, token, 0)  # nothing was drawn, and nothing of it is committed
+    if CHANCES:
+        end = rows_at(chains, request, accepted, PACKED)
+        top, total, drawn = 0.0, 1.0, accepted < length
+        if P_LOGITS:
+            top, total = tl.load(p.tops + end, mask=drawn, other=0.0), tl.load(p.totals + end, mask=drawn, other=1.0)
+        temperature = tl.load(rule.temperature + request)
+        chance = _probability(p.data, end * p.stride + token * p.step, top, total, temperature, drawn, P_LOGITS)
+        tl.store(out.chances + request.to(tl.int64) * out.width + accepted, chance, mask=drawn)
     commit(chains, out, request, length, accepted, token, FLAT, COLS)
 
 
@@ -201,7 +212,7 @@ def accept_sample_into(
 
     Args:
         inputs: drafts, windows and distributions.
-        out: buffers, ``FlatResult`` or any others; ``tokens`` past ``committed`` are unspecified, and
+        out: buffers, ``FlatResult`` or any others; ``tokens`` and ``chances`` past ``committed`` are unspecified, and
             may be wider than the window if G = 0.
         tiles: buffers of at least R rows, made for V and ``triton_scan.TILE``.
         ceiling: [R] integers out, what an uncut window would have committed, if all its rows were forwarded; 0 if
@@ -261,17 +272,38 @@ def accept_sample_triton(
         inputs.lens if greedy is None else inputs.best,
     )
     flags = {"PACKED": inputs.index is not None, "GREEDY": greedy is not None}
+    chances, flat = out.chances is not None, isinstance(out, FlatResult)
     logits = {"P_LOGITS": inputs.p.top is not None, "Q_LOGITS": inputs.q.top is not None}
     p, q = _rows(inputs.p, 0), _rows(inputs.q, 1)
     _chain_kernel[(requests,)](
-        chains, rule, p, q, result, CEILING=ceiling is not None, COLS=columns, num_warps=1, **flags, **logits
+        chains,
+        rule,
+        p,
+        q,
+        result,
+        CEILING=ceiling is not None,
+        CHANCES=chances,
+        COLS=columns,
+        num_warps=1,
+        **flags,
+        **logits,
     )
     _tile_kernel[(requests, count)](
         chains, rule, p, q, result, of_tiles, vocab, TILE=tile, num_warps=8, **flags, **logits
     )
-    flat = isinstance(out, FlatResult)
     _join_kernel[(requests,)](
-        chains, rule, result, of_tiles, FLAT=flat, COLS=columns, COUNT=power_of_two(count), num_warps=1, **flags
+        chains,
+        rule,
+        p,
+        result,
+        of_tiles,
+        P_LOGITS=logits["P_LOGITS"],
+        CHANCES=chances,
+        FLAT=flat,
+        COLS=columns,
+        COUNT=power_of_two(count),
+        num_warps=1,
+        **flags,
     )
 
 

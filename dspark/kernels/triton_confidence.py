@@ -31,6 +31,7 @@ class _Hidden(NamedTuple):
     row_stride: Any
     step: Any
     width: Any
+    kept: Any
 
 
 class _Tokens(NamedTuple):
@@ -64,9 +65,14 @@ def _dot(left, right, width, DEPTH: tl.constexpr):
 @jit
 def _confidence_kernel(
     hidden, tokens, proj, scale, out, out_stride, LATENTS: tl.constexpr, BIAS: tl.constexpr, SCALED: tl.constexpr,
-    CLASSES: tl.constexpr, DEPTH: tl.constexpr
+    CLASSES: tl.constexpr, KEEP: tl.constexpr, DEPTH: tl.constexpr
 ):  # fmt: skip
     request, k, gamma = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.num_programs(1)
+    if KEEP:
+        for start in range(0, hidden.width, DEPTH):
+            at = start + tl.arange(0, DEPTH)
+            x = tl.load(hidden.data + request * hidden.row_stride + k * hidden.step + at, mask=at < hidden.width)
+            tl.store(hidden.kept + (request * gamma + k) * hidden.width + at, x, mask=at < hidden.width)
     logit = _dot(hidden.data + request * hidden.row_stride + k * hidden.step, proj, hidden.width, DEPTH)
     if LATENTS:
         anchor = tl.load(tokens.anchors + request)
@@ -90,6 +96,7 @@ def confidence(
     weights: ConfidenceWeights,
     classes: torch.Tensor | None,
     out: torch.Tensor,
+    kept: torch.Tensor | None = None,
 ) -> None:
     """Confidence of every draft, given the token before it.
 
@@ -102,9 +109,10 @@ def confidence(
         weights: of the head, and its calibration.
         classes: [R] int64, row of the calibration of each request; None: row 0 for all.
         out: [R, G] float32, columns contiguous.
+        kept: [R, G, H] out, contiguous, of the type of ``hidden``: a copy of it, without a launch of its own.
     """
     launch = confidence_triton if hidden.is_cuda else confidence_reference
-    launch(hidden, anchors, drafts, weights, classes, out)
+    launch(hidden, anchors, drafts, weights, classes, out, kept)
 
 
 def confidence_reference(
@@ -114,6 +122,7 @@ def confidence_reference(
     weights: ConfidenceWeights,
     classes: torch.Tensor | None,
     out: torch.Tensor,
+    kept: torch.Tensor | None = None,
 ) -> None:
     """``confidence`` in torch."""
     features = hidden.to(torch.float32)
@@ -126,6 +135,8 @@ def confidence_reference(
         row = torch.zeros_like(anchors) if classes is None else classes
         logits = logits / weights.temperatures[row] + weights.offsets[row]
     out.copy_(torch.sigmoid(logits))
+    if kept is not None:
+        kept.copy_(hidden)
 
 
 def confidence_triton(
@@ -135,6 +146,7 @@ def confidence_triton(
     weights: ConfidenceWeights,
     classes: torch.Tensor | None,
     out: torch.Tensor,
+    kept: torch.Tensor | None = None,
 ) -> None:
     """``confidence`` with a program for each draft."""
     requests, gamma, width = hidden.shape
@@ -145,14 +157,15 @@ def confidence_triton(
     assert hidden.stride(2) == out.stride(1) == 1
     assert proj.shape == (width + rank,)
     assert latents is None or latents.stride(1) == 1
-    assert dense(anchors, proj, weights.bias, weights.temperatures, weights.offsets, classes)
+    assert dense(anchors, proj, weights.bias, weights.temperatures, weights.offsets, classes, kept)
+    assert kept is None or (kept.shape == hidden.shape and kept.dtype == hidden.dtype)
     w1 = hidden if latents is None else latents
     assert weights.temperatures is None or weights.temperatures.shape[1] == gamma
     given = (weights.bias, weights.temperatures, weights.offsets, classes)
     scale = _Scale(*[anchors if tensor is None else tensor for tensor in given])  # what stands in is never read
     depth = min(_MAX_DEPTH, power_of_two(width))
     _confidence_kernel[(requests, gamma)](
-        _Hidden(hidden, hidden.stride(0), hidden.stride(1), width),
+        _Hidden(hidden, hidden.stride(0), hidden.stride(1), width, hidden if kept is None else kept),
         _Tokens(anchors, drafts, drafts.stride(0), drafts.stride(1), w1, w1.stride(0), rank),
         proj,
         scale,
@@ -162,6 +175,7 @@ def confidence_triton(
         BIAS=weights.bias is not None,
         SCALED=weights.temperatures is not None,
         CLASSES=classes is not None,
+        KEEP=kept is not None,
         DEPTH=depth,
         num_warps=max(1, depth // 256),
     )

@@ -41,6 +41,13 @@ COUNTERS: dict[str, tuple[str, str | None]] = {
     "ceiling_request_steps": ("Request steps whose ceiling was measured (cap-accept).", None),
     "ceiling_tokens": ("What full windows would have committed in these.", None),
     "ceiling_committed_tokens": ("What was committed in these.", None),
+    "ceiling_found_request_steps": (
+        "Request steps with a draft by what is known of their ceiling (compact): known, solved (by later tokens), "
+        "sampled (estimated from probes), ended (no later tokens).",
+        "found",
+    ),
+    "ceiling_found_tokens": ("Ceiling of the known and the solved request steps.", "found"),
+    "ceiling_probes": ("Sampled request steps whose draft was asked for what became of its places.", None),
     "timed_steps": ("Steps with a predicted and a measured time.", None),
     "predicted_step_seconds": ("Predicted time of the timed steps.", None),
     "measured_step_seconds": ("Time between the results of the timed steps and of the decode step before.", None),
@@ -52,6 +59,14 @@ HISTOGRAMS: dict[str, str] = {
     "window_rows": "Rows of the window of a request step with a draft.",
     "committed_per_request_step": "Tokens that a request step with a draft committed.",
     "step_seconds": "Time between the results of a decode step and of the decode step right before it.",
+}
+
+# name -> help, label; sums that may fall, since the server's start or the last clear
+GAUGES: dict[str, tuple[str, str]] = {
+    "ceiling_estimate": (
+        "What full windows would have committed (low, middle, high) in so many request_steps, which committed so much.",
+        "of",
+    ),
 }
 
 Sample = tuple[str, str | None, float]  # name, label value, sum since the start or the last clear
@@ -124,13 +139,24 @@ def distributions(counters: Mapping[str, Any]) -> Iterator[Distribution]:
     yield Distribution("step_seconds", tuple(seconds["bounds"]), tuple(seconds["steps"]), seconds["seconds"])
 
 
+def ceiling_samples(found: Mapping[str, Any]) -> Iterator[Sample]:
+    """Samples of ``LiveCeiling.statistics``."""
+    steps = {name: found[name]["request_steps"] for name in ("known", "solved")}
+    steps |= {name: sum(found[name]) for name in ("sampled", "ended")}
+    yield from (("ceiling_found_request_steps", name, count) for name, count in steps.items())
+    yield from (("ceiling_found_tokens", name, found[name]["tokens"]) for name in ("known", "solved"))
+    yield "ceiling_probes", None, sum(found["probes"])
+    names = {"request_steps": "steps", "committed": "committed", "low": "low", "middle": "middle", "high": "high"}
+    yield from (("ceiling_estimate", name, found[key]) for name, key in names.items())
+
+
 def _places(counts: list[int], first: int) -> dict[str, int]:
     """By place, from ``first`` on; the place 0 of a histogram that starts there is always empty."""
     return {str(place): count for place, count in enumerate(counts, first) if place}
 
 
 class Exporter:
-    """Adds what has been counted since the last time to Prometheus counters of this process."""
+    """Adds what has been counted since the last time to Prometheus counters of this process, and sets its gauges."""
 
     def __init__(self, read: Callable[[], Iterator[Sample | Distribution]], labels: Mapping[str, str]) -> None:
         """Args:
@@ -138,7 +164,7 @@ class Exporter:
         labels: of every metric.
         """
         # Not at the top: the library decides at import whether it serves several processes, and the host says so late.
-        from prometheus_client import Counter
+        from prometheus_client import Counter, Gauge
 
         self._read, self._labels = read, dict(labels)
         self._seen: dict[tuple[str, str | None], float] = {}
@@ -148,10 +174,14 @@ class Exporter:
             for name, (text, label) in COUNTERS.items()
         }
         self._histograms: dict[str, Any] = {}
+        self._gauges = {
+            name: Gauge(PREFIX + name, text, [*labels, label], multiprocess_mode="mostrecent")
+            for name, (text, label) in GAUGES.items()
+        }
         self._lock, self._end = threading.Lock(), threading.Event()
 
     def export(self) -> None:
-        """Add the differences."""
+        """Add the differences, set the gauges."""
         with self._lock:
             for found in self._read():
                 if isinstance(found, Distribution):
@@ -160,6 +190,9 @@ class Exporter:
                     self._count(*found)
 
     def _count(self, name: str, value: str | None, total: float) -> None:
+        if name in self._gauges:
+            self._gauges[name].labels(**self._labels, **{GAUGES[name][1]: str(value)}).set(total)
+            return
         before = self._seen.get((name, value), 0.0)
         self._seen[name, value] = total
         if total > before:

@@ -51,14 +51,15 @@ class FusedStep(DecodeStep):
             tokens.copy_(found.tokens)
             if found.confidence is not None:
                 trust.copy_(found.confidence)
-            return BlockProposal(tokens, found.probs, None if found.confidence is None else trust), None
+            kept = self._keep(found.hidden, batch, budget)
+            return BlockProposal(tokens, found.probs, None if found.confidence is None else trust, kept), None
         hidden = self._draft_net.block_hidden(batch)
         self._chain(head, self._draft_net.base_logits(hidden[:, : budget.depth]), batch)
         of_head, scale = self._draft_net.confidence_head, self._draft_net.calibration
         if of_head is None:
             if self._replay is not None:
                 self._replay.draft(batch, None)
-            return BlockProposal(tokens, None, None), None
+            return BlockProposal(tokens, None, None, self._keep(hidden, batch, budget)), None
         weights = ConfidenceWeights(
             of_head.proj.weight[0],
             of_head.proj.bias,
@@ -66,12 +67,24 @@ class FusedStep(DecodeStep):
             None if scale is None else scale.temperatures,
             None if scale is None else scale.offsets,
         )
-        confidence(hidden, batch.anchors, tokens, weights, batch.sampling.calibration, trust)
+        kept = self._kept(batch, budget)
+        confidence(hidden, batch.anchors, tokens, weights, batch.sampling.calibration, trust, kept)
         if self._replay is not None:
             self._replay.draft(batch, trust)
         if budget.depth is not None:
             trust[:, budget.depth - 1 :].zero_()  # a window's last row tests the draft behind it
-        return BlockProposal(tokens, None, trust), None
+        return BlockProposal(tokens, None, trust, kept), None
+
+    def _kept(self, batch: DecodeBatch, budget: StepBudget) -> torch.Tensor | None:
+        """Where the block is held, if it is: the drafts themselves say it all if all were drawn, and greedily."""
+        return None if batch.sampling.all_greedy and budget.depth is None else self._buffers.blocks(batch.size)
+
+    def _keep(self, hidden: torch.Tensor | None, batch: DecodeBatch, budget: StepBudget) -> torch.Tensor | None:
+        """The block in its static buffer, if it is held."""
+        kept = self._kept(batch, budget)
+        if kept is not None and hidden is not None:
+            kept.copy_(hidden)
+        return kept
 
     def _chain(self, head: VanillaMarkovHead, base: torch.Tensor, batch: DecodeBatch) -> None:
         """Write a draft per row of ``base`` [R, depth, V] to the buffers, each conditioned on the token before it."""

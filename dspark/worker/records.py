@@ -37,11 +37,12 @@ class StepRecorder:
         plan: BudgetPlan | None,
         reason: Reason,
         forwarded: int,
-    ) -> None:
-        """Append one step; ``committed`` holds the tokens before any cut at a stop or length limit.
+    ) -> list[dict[str, Any]]:
+        """Append one step; returns its request records.
 
-        ``drafts``, ``survival`` and ``ceiling`` are None where the step had none: no draft, no confidence head, rows
-        left out. ``forwarded`` are the rows that the target ran, padding included.
+        ``committed`` holds the tokens before any cut at a stop or length limit. ``drafts``, ``survival`` and
+        ``ceiling`` are None where the step had none: no draft, no confidence head, rows left out. ``forwarded`` are
+        the rows that the target ran, padding included.
         """
         positions, anchors = (outcome.lengths - outcome.accept.committed).tolist(), outcome.plan.tokens[:, 0].tolist()
         windows = outcome.plan.verify_lens.tolist()
@@ -81,6 +82,7 @@ class StepRecorder:
         while self._kept > self._limit:
             self._kept -= len(self._steps.popleft()["requests"])
             self._dropped += 1
+        return requests
 
     def dump(self) -> dict[str, Any]:
         """The records and how many steps were dropped."""

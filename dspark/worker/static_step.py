@@ -151,7 +151,9 @@ class StaticStep:
         ceiling = accept.committed if outcome.ceiling is None else outcome.ceiling
         lens = outcome.plan.verify_lens
         parts = (accept.accepted, accept.committed, accept.next_anchor, outcome.lengths, lens, ceiling)
-        return torch.cat([accept.tokens.reshape(-1), *(part.to(torch.int64) for part in parts)])
+        chances = torch.zeros_like(accept.tokens, dtype=torch.float32) if accept.chances is None else accept.chances
+        pairs = torch.nn.functional.pad(chances.reshape(-1), (0, chances.numel() % 2)).view(torch.int64)
+        return torch.cat([accept.tokens.reshape(-1), *(part.to(torch.int64) for part in parts), pairs])
 
 
 def _nobody(lengths: torch.Tensor) -> None:

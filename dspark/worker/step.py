@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 
 import torch
 
@@ -88,6 +89,7 @@ class DecodeStep:
         )
         if self._replay is not None:
             self._replay.draft(batch, proposal.confidence)
+        proposal = replace(proposal, hidden=hidden)
         if proposal.confidence is None:
             return proposal, None
         if budget.depth is not None:
@@ -200,9 +202,10 @@ def verify_block(
 def plain_accept(batch: DecodeBatch, plan: VerifyPlan, rows: TargetRows) -> AcceptResult:
     """A step without a draft: every request commits the token after its anchor."""
     assert plan.packed is not None, "a step without a draft forwards one row per request"
-    token = next_tokens(rows.logits[plan.packed.index[:, 0]], batch.sampling, batch.lengths)
-    none = torch.zeros_like(plan.verify_lens)
-    return AcceptResult(none, plan.verify_lens, token[:, None].expand_as(plan.tokens).contiguous(), token)
+    token, chance = drawn_tokens(rows.logits[plan.packed.index[:, 0]], batch.sampling, batch.lengths)
+    none, tokens = torch.zeros_like(plan.verify_lens), token[:, None].expand_as(plan.tokens).contiguous()
+    chances = None if chance is None else chance[:, None].expand_as(plan.tokens).contiguous()
+    return AcceptResult(none, plan.verify_lens, tokens, token, chances=chances)
 
 
 def first_tokens(
@@ -220,16 +223,18 @@ def first_tokens(
         [R] int64.
     """
     if adjust is None:
-        return next_tokens(logits, sampling, positions)
+        return drawn_tokens(logits, sampling, positions)[0]
     one = torch.ones_like(positions, dtype=torch.int32)
     drafts = positions.new_zeros(positions.shape[0], 0)
     adjust_logits(logits, ragged_pack(one, positions.shape[0], 1), drafts, positions, adjust)
-    tokens = next_tokens(logits, sampling, positions)
+    tokens, _ = drawn_tokens(logits, sampling, positions)
     count_tokens(tokens[:, None], one, adjust)
     return tokens
 
 
-def next_tokens(logits: torch.Tensor, sampling: SamplingRows, positions: torch.Tensor) -> torch.Tensor:
+def drawn_tokens(
+    logits: torch.Tensor, sampling: SamplingRows, positions: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Tokens that follow no draft (a prefill, plain decoding), drawn from the same noise stream as all others.
 
     Args:
@@ -238,10 +243,11 @@ def next_tokens(logits: torch.Tensor, sampling: SamplingRows, positions: torch.T
         positions: [R] int64, positions of the last tokens, which key the noise.
 
     Returns:
-        [R] int64.
+        [R] int64, and the target's probabilities of them [R] float32 (None if all requests are greedy).
     """
     best = logits.argmax(dim=-1)
     if sampling.all_greedy:
-        return best
+        return best, None
     probs = target_probs(logits[:, None], sampling)[:, 0]
-    return torch.where(sampling.greedy, best, sample_tokens(probs, sampling.seeds, positions))
+    tokens = torch.where(sampling.greedy, best, sample_tokens(probs, sampling.seeds, positions))
+    return tokens, probs.gather(1, tokens[:, None]).squeeze(1)

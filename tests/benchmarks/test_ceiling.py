@@ -18,6 +18,7 @@ def step(
         "committed": committed,
         "ceiling": ceiling,
         "drafts": drafts,
+        "greedy": True,
     }
 
 

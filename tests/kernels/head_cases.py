@@ -135,7 +135,12 @@ def check_confidence(
     results = []
     for launch in (triton_confidence.confidence_reference, triton_confidence.confidence_triton):
         out = poisoned(requests + 2, gamma + 1, dtype=torch.float32)
-        launch(hidden, anchors.to(DEVICE), drafts, weights, row, out[:requests, :gamma])
+        kept = torch.full_like(hidden, POISON, memory_format=torch.contiguous_format)
+        launch(hidden, anchors.to(DEVICE), drafts, weights, row, out[:requests, :gamma], kept)
+        assert_equal(kept, hidden, "hidden states kept")
+        again = torch.empty_like(out[:requests, :gamma])
+        launch(hidden, anchors.to(DEVICE), drafts, weights, row, again)
+        assert_equal(again, out[:requests, :gamma], "confidence without keeping")
         assert bool((out[requests:] == POISON).all()), "rows of others stay"
         assert bool((out[:, gamma] == POISON).all()), "columns of others stay"
         results.append(out[:requests, :gamma].contiguous())

@@ -20,6 +20,7 @@ STATISTICS = Tolerance(1e-5, 1e-5, "float32 exponentials of two implementations,
 # Draws of the tests of a law; the interpreter takes 50 ms for each, and every draw is compared with the reference too.
 DRAWS = 5000 if DEVICE == "cuda" else 24
 NEAR = 1e-5  # two scores this near, relatively, may change places between two roundings of the same race
+CHANCE = Tolerance(1e-5, 1e-7, "float32 probabilities of two implementations")
 POISON = -77
 
 
@@ -284,12 +285,19 @@ def accept_inputs(
     return inputs
 
 
-def assert_same_result(found: AcceptResult, required: AcceptResult, name: str) -> None:
-    """Counts and next anchors everywhere, tokens as far as they are committed."""
+def assert_same_result(found: AcceptResult, required: AcceptResult, lens: torch.Tensor, name: str) -> None:
+    """Counts and next anchors everywhere, tokens as far as they say something."""
     for field in ("accepted", "committed", "next_anchor"):
         assert_equal(getattr(found, field), getattr(required, field), f"{name}: {field}")
-    kept = torch.arange(found.tokens.shape[1], device=DEVICE)[None, :] < required.committed[:, None]
-    assert_equal(found.tokens[kept], required.tokens[kept], f"{name}: committed tokens")
+    kept = specified(required, lens, found.tokens.shape[1])
+    assert_equal(found.tokens[kept], required.tokens[kept], f"{name}: committed tokens and drafts left out")
+
+
+def specified(required: AcceptResult, lens: torch.Tensor, window: int) -> torch.Tensor:
+    """[R, W] bool: committed tokens, and the drafts that a window left out after all its tests had passed."""
+    column = torch.arange(window, device=DEVICE)[None, :]
+    left_out = (required.accepted == lens)[:, None] & (column < window - 1)
+    return (column < required.committed[:, None]) | left_out
 
 
 def empty_result(requests: int, window: int, device: str) -> AcceptResult:
@@ -302,6 +310,7 @@ def empty_result(requests: int, window: int, device: str) -> AcceptResult:
 def poisoned_result(requests: int, window: int) -> AcceptResult:
     """Buffers whose every element must be overwritten."""
     result = empty_result(requests, window, DEVICE)
+    result = replace(result, chances=torch.empty(requests, window, device=DEVICE))
     for field in fields(AcceptResult):
         getattr(result, field.name).fill_(POISON)
     return result
@@ -311,13 +320,13 @@ def check_flat(found: greedy.FlatResult, required: AcceptResult, lens: torch.Ten
     """The columns of a flat result, in the order that is promised."""
     requests, window = found.tokens.shape
     given = required.tokens.expand_as(found.tokens)  # a single token is repeated
-    kept = torch.arange(window, device=DEVICE)[None, :] < required.committed[:, None]
-    kept |= torch.full_like(kept, required.tokens.shape[1] == 1)
+    lone = required.tokens.shape[1] == 1
+    kept = torch.ones_like(given, dtype=torch.bool) if lone else specified(required, lens, window)
     tokens = found.flat[: requests * window].view(requests, window)
     assert_equal(tokens[kept], given[kept], "flat: committed tokens")
     columns = (required.accepted, required.committed, required.next_anchor, positions + required.committed, lens)
     assert_equal(
-        found.flat[requests * window :].view(greedy.COLUMNS, requests)[:5],
+        found.flat[requests * window :][: requests * greedy.COLUMNS].view(greedy.COLUMNS, requests)[:5],
         torch.stack([column.to(torch.int64) for column in columns]),
         "flat: columns",
     )
@@ -340,11 +349,19 @@ def check_accept_sample(inputs: sample.AcceptInputs, tile: int, name: str) -> Ac
     ceilings = [poisoned(requests, dtype=torch.int32) if full else None for _ in range(2)]
     sample.accept_sample_triton(inputs, found, tiles, ceilings[0], tile=tile)
     sample.accept_sample_reference(inputs, required, tiles, ceilings[1])
-    assert_same_result(found, required, name)
+    assert_same_result(found, required, inputs.lens, name)
     assert bool(((found.tokens >= 0) & (found.tokens < vocab)).all()), "even unspecified tokens index safely"
+    drawn = torch.arange(gamma + 1, device=DEVICE) < required.committed[:, None]
+    if inputs.greedy is not None:
+        drawn &= ~inputs.greedy[:, None]
+    assert found.chances is not None
+    assert required.chances is not None
+    assert_close(found.chances[drawn], required.chances[drawn], CHANCE, f"{name}: chances")
     flat = flat_result(requests, gamma + 1)
     sample.accept_sample_triton(inputs, flat, tiles, flat.ceiling if full else None, tile=tile)
     check_flat(flat, required, inputs.lens, inputs.positions)
+    assert flat.chances is not None
+    assert_equal(flat.chances[:, : gamma + 1][drawn], found.chances[drawn], f"{name}: chances of a flat result")
     if full:
         assert_equal(*ceilings, f"{name}: ceiling")
         assert_equal(flat.ceiling.to(torch.int32), ceilings[1], f"{name}: ceiling of a flat result")
@@ -362,7 +379,7 @@ def check_accept_greedy(
     ceilings = [poisoned(requests, dtype=torch.int32) if index is None else None for _ in range(2)]
     greedy.accept_greedy_triton(drafts, best, lens, found, index, ceilings[0])
     greedy.accept_greedy_reference(drafts, best, lens, required, index, ceilings[1])
-    assert_same_result(found, required, f"greedy {tuple(drafts.shape)}")
+    assert_same_result(found, required, lens, f"greedy {tuple(drafts.shape)}")
     positions = torch.arange(requests, device=DEVICE) + 2**40
     for launch in (greedy.accept_greedy_triton, greedy.accept_greedy_reference):
         flat = flat_result(requests, gamma + 1)

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from dspark.cuda_graph.static import StepBuffers
-from dspark.kernels.triton_accept_greedy import COLUMNS
+from dspark.kernels.triton_accept_greedy import FlatResult
 from dspark.types import (
     AcceptResult,
     AdjustTable,
@@ -23,7 +23,7 @@ from dspark.types import (
 from dspark.worker.fused_step import FusedStep
 from dspark.worker.static_step import Split, StaticStep
 from dspark.worker.step import DecodeStep, Drafted, Publish
-from tests.compare import assert_equal
+from tests.compare import FLOAT_32, assert_close, assert_equal
 from tests.kernels.row_cases import adjust_table
 from tests.lossless.networks import World, cap_accept, compact, draft_off, static
 from tests.lossless.test_prefix_rule import GAMMA, GREEDY, REQUESTS, VOCAB, least_depth, world_of
@@ -69,11 +69,12 @@ class PaddedStep(DecodeStep):
         ):
             assert value is None or not value[count:].any(), f"{name} of padding"
         publish(published[0][:count])
+        parts = [(field.name, getattr(outcome.accept, field.name)) for field in fields(AcceptResult)]
         return replace(
             outcome,
             survival=None if outcome.survival is None else outcome.survival[:count],
             plan=VerifyPlan(outcome.plan.verify_lens[:count], outcome.plan.tokens[:count]),
-            accept=AcceptResult(*(getattr(outcome.accept, field.name)[:count] for field in fields(AcceptResult))),
+            accept=replace(outcome.accept, **{name: None if value is None else value[:count] for name, value in parts}),
             lengths=outcome.lengths[:count],
             ceiling=None if outcome.ceiling is None else outcome.ceiling[:count],
         )
@@ -94,6 +95,7 @@ class CapturedStep(PaddedStep):
         full, count, window = padded(batch), batch.size, GAMMA + 1
         buffers = StepBuffers(full.size, window, "cpu")
         buffers.hold_distributions(self._draft_net.base.shape[-1])
+        buffers.hold_blocks(3, torch.float32)
         buffers.stage(torch.arange(count) + 1, batch.anchors, batch.lengths, budget.drafts)
 
         def prepare(slots: int) -> None:
@@ -122,21 +124,28 @@ class CapturedStep(PaddedStep):
         else:
             slots = min(slots, budget.tier)
             flat = self.split(static_step, (False, slots)) if general else static_step.plain(slots, kind)
-        tokens = flat[: slots * window].view(slots, window)[:count]
-        columns = flat[slots * window :].view(COLUMNS, slots)[:, :count]
-        accepted, committed, anchor, lengths, lens, ceiling = (column.to(torch.int32) for column in columns)
+        out = FlatResult.of(flat, slots, window)
+        hidden = None if kind == "greedy" else buffers.blocks(count)
+        columns = (out.accepted, out.committed, out.next_anchor, out.lengths, out.verify_lens, out.ceiling)
+        accepted, committed, anchor, lengths, lens, ceiling = (column[:count].to(torch.int32) for column in columns)
         publish(lengths.to(torch.int64))
         return StepOutcome(
-            proposal=BlockProposal(buffers.drafts[:count], None, None) if budget.draft else None,
+            proposal=BlockProposal(buffers.drafts[:count], None, None, hidden) if budget.draft else None,
             survival=buffers.survival[:count] if budget.draft else None,
             plan=VerifyPlan(lens, buffers.windows[:count]),
-            accept=AcceptResult(accepted, committed, tokens, anchor.to(torch.int64)),
+            accept=AcceptResult(
+                accepted,
+                committed,
+                out.tokens[:count],
+                anchor.to(torch.int64),
+                chances=None if kind == "greedy" else out.chances[:count],
+            ),
             lengths=lengths.to(torch.int64),
             ceiling=ceiling if budget.draft and not budget.packed else None,
         )
 
 
-def assert_same(found: StepOutcome, required: StepOutcome, name: str) -> None:
+def assert_same(found: StepOutcome, required: StepOutcome, greedy: torch.Tensor, name: str, whole: bool = True) -> None:
     pairs = {
         "windows": (found.plan.verify_lens, required.plan.verify_lens),
         "survival": (found.survival, required.survival),
@@ -146,6 +155,18 @@ def assert_same(found: StepOutcome, required: StepOutcome, name: str) -> None:
     }
     kept = torch.arange(GAMMA + 1) < required.accept.committed[:, None]
     pairs["tokens"] = found.accept.tokens[kept], required.accept.tokens[kept]
+    chances, wanted = pairs.pop("chances")
+    assert (chances is None) == (wanted is None), f"{name}: chances"
+    if chances is not None:
+        drawn = kept & ~greedy[:, None]  # of greedy requests nobody asks for them
+        assert_close(chances[drawn], wanted[drawn], FLOAT_32, f"{name}: chances")
+    left_out = (required.accept.accepted == required.plan.verify_lens)[:, None] & (torch.arange(GAMMA + 1) < GAMMA)
+    if found.proposal is not None and found.proposal.hidden is not None:
+        assert required.proposal is not None
+        assert required.proposal.hidden is not None
+        pairs["blocks"] = found.proposal.hidden[:REQUESTS], required.proposal.hidden
+    if whole and required.ceiling is None:  # else the full window's own tokens follow the cut
+        pairs["drafts left out"] = found.accept.tokens[left_out], required.accept.tokens[left_out]
     for part, (a, b) in pairs.items():
         assert (a is None) == (b is None), f"{name}: {part}"
         if a is not None:
@@ -190,7 +211,9 @@ def test_padding_requests_change_nothing(kind: str, filters: bool, adjusted: boo
         worlds = {}
         for name, budget in budgets(world, drafts, padding).items():
             alone, among = world.fork(), world.fork()
-            assert_same(among.run(budget, step=step), alone.run(budget), name)
+            assert_same(
+                among.run(budget, step=step), alone.run(budget), world.sampling.greedy, name, budget.depth is None
+            )
             assert among.target.real == alone.target.real, f"{name}: real rows"
             assert among.target.forwarded == budget.tier, f"{name}: rows of the tier"
             among.check_context()

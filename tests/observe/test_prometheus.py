@@ -10,14 +10,18 @@ from prometheus_client import REGISTRY
 
 from dspark.observe.calibration import CalibrationWindows
 from dspark.observe.counters import STEP_BOUNDS_SECONDS, StepCounters, StepCounts
+from dspark.observe.hidden_steps import StepTokens
+from dspark.observe.live_ceiling import LiveCeiling
 from dspark.observe.prometheus import (
     COUNTERS,
+    GAUGES,
     HISTOGRAMS,
     PREFIX,
     Distribution,
     Exporter,
     Sample,
     calibration_samples,
+    ceiling_samples,
     distributions,
     samples,
 )
@@ -104,7 +108,33 @@ def test_every_metric_has_samples_and_every_sample_its_metric() -> None:
     counters, _, _ = random_steps(30, seed=9)
     found: list[Sample] = list(samples(counters.statistics(), *RELAY))
     found += calibration_samples(CalibrationWindows(GAMMA).totals())
+    found += ceiling_samples(LiveCeiling(GAMMA, SLOTS).statistics())
     empty = {"graph_misses"}  # nothing missed here
-    assert {name for name, _, _ in found} == set(COUNTERS) - empty
+    metrics = COUNTERS | GAUGES
+    assert {name for name, _, _ in found} == set(metrics) - empty
     assert [one.name for one in distributions(counters.statistics())] == list(HISTOGRAMS)
-    assert all((label is None) == (COUNTERS[name][1] is None) for name, label, _ in found)
+    assert all((label is None) == (metrics[name][1] is None) for name, label, _ in found)
+
+
+def greedy_step(tokens: list[int]) -> StepTokens:
+    """One request, one row, its draft accepted; behind it the drafts that were left out."""
+    one = np.ones(1, np.int64)
+    return StepTokens(0 * one, one, True, one, one, np.array([tokens]), np.ones(1, bool), None)
+
+
+@pytest.mark.usefixtures("registered")
+def test_estimates_are_gauges_and_may_fall() -> None:
+    live = LiveCeiling(2, SLOTS)
+    exporter = Exporter(lambda: ceiling_samples(live.statistics()), LABELS)
+    for tokens in ([5, 6, 0], [6, 8, 0], [7, 9, 0]):  # the first left out a draft that came true, the second did not
+        live.add(greedy_step(tokens))
+    exporter.export()
+    gauge = lambda of: REGISTRY.get_sample_value(PREFIX + "ceiling_estimate", LABELS | {"of": of})  # noqa: E731
+    assert [gauge(of) for of in ("request_steps", "committed", "low", "middle", "high")] == [2, 2, 5, 5, 5]
+    assert value("ceiling_found_request_steps", found="solved") == 2
+    assert value("ceiling_found_tokens", found="solved") == 5
+    with exporter.clearing():
+        live.clear()
+    exporter.export()
+    assert gauge("middle") == 0
+    assert value("ceiling_found_tokens", found="solved") == 5

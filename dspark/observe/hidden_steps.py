@@ -1,0 +1,156 @@
+"""Request steps that hide their ceiling, and what later tokens of their requests say of it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+KNOWN, EXACT, DRAWN, ENDED = range(4)
+# Of a request step: hides nothing; hides, but is solved; its ceiling is known in law only; it has no later tokens.
+
+
+@dataclass(frozen=True)
+class Probe:
+    """A request of a step whose block is kept."""
+
+    number: int  # in the order in which probes are taken
+    request: int  # place in the batch
+    candidates: int  # requests among which it was picked, each with the same chance
+    temperature: float
+
+
+@dataclass(frozen=True)
+class StepTokens:
+    """What the host has of a decode step of R requests."""
+
+    slots: np.ndarray  # [R] int64, request slots
+    generations: np.ndarray  # [R] int64
+    drafted: bool
+    rows: np.ndarray  # [R] integers, scheduled, 1..W
+    accepted: np.ndarray  # [R] integers, drafts
+    tokens: (
+        np.ndarray
+    )  # [R, W] int64, committed ones; where all tests of a trimmed window passed, then the other drafts
+    greedy: np.ndarray  # [R] bool
+    chances: np.ndarray | None  # [R, W] float32, the target's probability of each committed token; None: all are greedy
+    probe: Probe | None = None
+    whole: bool = True  # False: not all drafts of the blocks were drawn, so greedy requests need probes as well
+
+
+@dataclass(frozen=True)
+class DueProbe:
+    """A probe whose later tokens are known, waiting for its draft's probabilities of them."""
+
+    probe: Probe
+    left_out: int  # 1..G - 1
+    path: np.ndarray  # [G] int64, the tokens that came to stand in the places of the block's drafts
+    log_p: np.ndarray  # [G] float64, the target's, of those from place G - left_out on, at the front
+
+
+@dataclass(frozen=True)
+class Judged:
+    """Request steps that drafted, N of them."""
+
+    slots: np.ndarray  # [N] int64
+    generations: np.ndarray  # [N] int64
+    committed: np.ndarray  # [N] int64
+    state: np.ndarray  # [N] int64
+    left_out: np.ndarray  # [N] int64, drafts that no row tested
+    beyond: np.ndarray  # [N] int64, drafts behind the window that would have passed; 0 unless EXACT
+    due: list[DueProbe]
+
+    def tokens(self) -> np.ndarray:
+        """[N] int64: ceiling of the KNOWN and EXACT steps, the least that the others can have."""
+        return self.committed + np.where(self.state == KNOWN, 0, 1 + self.beyond)
+
+
+class _Stream:
+    """Request steps in the order of their requests, and what these committed as one stream of tokens."""
+
+    def __init__(self, steps: Sequence[StepTokens]) -> None:
+        sizes = [step.slots.shape[0] for step in steps]
+        number = np.repeat(np.arange(len(steps)), sizes)
+        slots, generations = _joined(steps, "slots"), _joined(steps, "generations")
+        order = np.argsort(slots * (int(generations.max()) + 1) + generations, kind="stable")
+        self.number, self.slots, self.generations = number[order], slots[order], generations[order]
+        self.rows = _joined(steps, "rows").astype(np.int64)[order]
+        self.accepted = _joined(steps, "accepted").astype(np.int64)[order]
+        self.greedy, self.tokens = _joined(steps, "greedy")[order], _joined(steps, "tokens")[order]
+        self.drafted, whole = (
+            np.repeat([getattr(step, name) for step in steps], sizes)[order] for name in ("drafted", "whole")
+        )
+        self.solvable = self.greedy & whole
+        self.committed = np.minimum(self.accepted + 1, self.rows)
+        self._steps, self._order = steps, order
+        self._inside = np.arange(self.tokens.shape[1]) < self.committed[:, None]
+        self._stream, self._after = self.tokens[self._inside], np.cumsum(self.committed)
+        last = np.ones(order.shape[0], bool)
+        last[:-1] = (self.slots[1:] != self.slots[:-1]) | (self.generations[1:] != self.generations[:-1])
+        self._ends = self._after[last][np.cumsum(last) - last]  # where the request of each step ends in the stream
+        starts = np.cumsum(sizes) - sizes
+        probed = [(start, step.probe) for start, step in zip(starts, steps, strict=True) if step.probe is not None]
+        self.probe = np.full(order.shape[0], -1)
+        self.probe[[start + probe.request for start, probe in probed]] = np.arange(len(probed))
+        self.probe = self.probe[order]
+        self.probes = [probe for _, probe in probed]
+
+    def later(self, which: np.ndarray, width: int) -> tuple[np.ndarray, np.ndarray]:
+        """The ``width`` tokens after each of the steps ``which`` [N]: [N, width] places in the stream, and whether it
+        has them."""
+        at = self._after[which][:, None] + np.arange(width)
+        there = at < self._ends[which][:, None]
+        return np.where(there, at, 0), there
+
+    def at(self, places: np.ndarray) -> np.ndarray:
+        """The tokens at places of the stream."""
+        return self._stream[places]
+
+    def due(self, which: np.ndarray, left_out: np.ndarray, at: np.ndarray) -> list[DueProbe]:
+        """The probed steps ``which`` [N] with ``left_out`` [N] drafts and later tokens at ``at`` [N, G]."""
+        ones = [np.ones(step.tokens.shape) if step.chances is None else step.chances for step in self._steps]
+        chances = np.concatenate(ones)[self._order][self._inside][at].astype(np.float64)
+        log_p = np.log(np.maximum(chances, np.finfo(np.float64).tiny))
+        log_p[self.greedy[which]] = 0.0
+        paths = [
+            np.concatenate([self.tokens[step, : at.shape[1] - left], self._stream[later[:left]]])
+            for step, left, later in zip(which, left_out, at, strict=True)
+        ]
+        probes = [self.probes[place] for place in self.probe[which]]
+        return [DueProbe(*row) for row in zip(probes, left_out.tolist(), paths, log_p, strict=True)]
+
+
+def _joined(steps: Sequence[StepTokens], name: str) -> np.ndarray:
+    return np.concatenate([getattr(step, name) for step in steps])
+
+
+def judge(steps: Sequence[StepTokens], count: int, gamma: int) -> Judged:
+    """Judge the first ``count`` steps by the tokens of all.
+
+    Args:
+        steps: consecutive decode steps, oldest first, at least one request among them.
+        count: steps to judge, 0..len(steps).
+        gamma: G.
+    """
+    stream = _Stream(steps)
+    mine = np.flatnonzero(stream.drafted & (stream.number < count))
+    rows = stream.rows[mine]
+    left_out = np.maximum(gamma - rows, 0)
+    hidden = np.flatnonzero((rows <= gamma) & (stream.accepted[mine] == rows))
+    of, left = mine[hidden], left_out[hidden]
+    at, there = stream.later(of, gamma)
+    greedy, first = stream.solvable[of], np.arange(of.shape[0])
+    # As far as drafts equal the tokens that were realised they would have passed; where they part, that is all.
+    drafts = np.take_along_axis(stream.tokens[of], np.minimum(rows[hidden][:, None] + np.arange(gamma), gamma), axis=1)
+    equal = (drafts == stream.at(at)) & there
+    passed = np.minimum(np.where(equal.all(axis=1), gamma, equal.argmin(axis=1)), left)
+    exact = (greedy & ((passed == left) | there[first, passed])) | (left == 0)
+    drawn = np.flatnonzero(~greedy & (left > 0) & there[first, np.maximum(left - 1, 0)])
+    state, beyond = np.full(mine.shape[0], KNOWN), np.zeros(mine.shape[0], np.int64)
+    state[hidden] = ENDED
+    state[hidden[exact]], state[hidden[drawn]] = EXACT, DRAWN
+    beyond[hidden[exact]] = passed[exact]
+    probed = drawn[stream.probe[of[drawn]] >= 0]
+    due = stream.due(of[probed], left[probed], at[probed]) if probed.size else []
+    return Judged(stream.slots[mine], stream.generations[mine], stream.committed[mine], state, left_out, beyond, due)

@@ -1,0 +1,257 @@
+"""The ceiling of a running server that trims: what full windows would have committed, while it serves.
+
+Every decode step brings the tokens that it committed and, behind them, the drafts that its windows left out. A step
+that hides the ceiling of a request is judged once G - 1 more steps are there, each of which commits at least one token:
+
+- greedy: exact (``dspark.observe.ceiling``);
+- sampled: counted by the number of drafts left out. Some of these steps, picked before their outcome, are *probes*:
+  their block is kept on the device until the later tokens are known, and its drafter is then asked for the probability
+  of these. The mean of the probes with about as many drafts left out stands for all steps of that kind.
+
+Nothing is extrapolated to steps whose later tokens do not exist (the answer ended): they are counted.
+"""
+
+from __future__ import annotations
+
+import math
+import threading
+from collections import deque
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+
+from dspark.observe.ceiling import Z_SCORE, Ceiling, TrimmedSteps, tails
+from dspark.observe.hidden_steps import DRAWN, ENDED, EXACT, KNOWN, DueProbe, Judged, StepTokens, judge
+
+FOLD_STEPS = 64  # steps that wait until they are judged together
+MIN_PROBES = 8  # before their mean stands for other steps
+_COLUMNS = 3
+
+
+class _Sums:
+    """What has been judged, of a server since its last ``clear``."""
+
+    def __init__(self, gamma: int) -> None:
+        self.known = np.zeros(2, np.int64)  # steps, tokens
+        self.exact = np.zeros(3, np.int64)  # steps, committed tokens, ceiling
+        self.drawn = np.zeros(gamma, np.int64)  # steps by drafts left out
+        self.ended = np.zeros(gamma, np.int64)  # the same
+        # Of the probes by drafts left out: their number, and sums of w, w^2, w t, w t^2 and w s, where w is how many
+        # requests a probe stands for, t and s the unbiased estimates of T and T^2.
+        self.probes = np.zeros((6, gamma))
+
+    def add(self, judged: Judged) -> None:
+        gamma, tokens, state = self.drawn.shape[0], judged.tokens(), judged.state
+        self.known += ((state == KNOWN).sum(), tokens[state == KNOWN].sum())
+        exact = state == EXACT
+        self.exact += (exact.sum(), judged.committed[exact].sum(), tokens[exact].sum())
+        for sums, kind in ((self.drawn, DRAWN), (self.ended, ENDED)):
+            sums += np.bincount(judged.left_out[state == kind], minlength=gamma)[:gamma]
+
+    def answer(self, due: DueProbe, log_q: np.ndarray) -> None:
+        weight, left_out = float(due.probe.candidates), due.left_out
+        later, log_p, log_q = due.path[None, -left_out:], due.log_p[None, :left_out], log_q[None, -left_out:]
+        found = tails(TrimmedSteps(np.array([left_out]), later, later, np.zeros(1, bool), log_p, log_q))
+        mean, second = float(found.mean[0]), float(found.second[0])
+        self.probes[:, due.left_out] += (1, weight, weight**2, weight * mean, weight * mean**2, weight * second)
+
+    def groups(self) -> np.ndarray:
+        """[N] int64: the first number of left-out drafts of each group; together 0..G - 1.
+
+        Neighbours are joined until each group has ``MIN_PROBES``; none, if there are not as many probes at all.
+        """
+        starts, held = [0], 0
+        for left_out, number in enumerate(self.probes[0].tolist()):
+            if held >= MIN_PROBES:
+                starts.append(left_out)
+                held = 0
+            held += number
+        if held < MIN_PROBES:  # what is left over joins the group before it
+            starts.pop()
+        return np.array(starts, np.int64)
+
+    def means(self) -> np.ndarray:
+        """[G] float64: mean of T by drafts left out; NaN if too few probes are known."""
+        starts = self.groups()
+        if not starts.size:
+            return np.full(self.drawn.shape, np.nan)
+        _, weight, _, first, *_ = np.add.reduceat(self.probes, starts, axis=1)
+        return np.repeat(first / weight, np.diff(starts, append=self.drawn.shape[0]))
+
+    def _half_width(self) -> float:
+        """Of the interval of all drawn steps, from two errors.
+
+        That of the mean over the probes of a group, times the steps that it stands for, and the coins of these.
+        """
+        starts = self.groups()
+        steps = np.add.reduceat(self.drawn, starts)
+        longest = np.append(starts[1:], self.drawn.shape[0]) - 1
+        _, weight, squares, first, *second = np.add.reduceat(self.probes, starts, axis=1)
+        share = squares / weight**2  # one over the number of probes, if all stand for as many requests
+        # A few probes may have missed what is rare: no variance is taken for less than that of all probes together.
+        _, all_weight, _, all_first, *all_second = self.probes.sum(axis=1)
+        least = np.array(all_second)[:, None] / all_weight - (all_first / all_weight) ** 2
+        variance = np.array(second) / weight - (first / weight) ** 2
+        of_mean, of_coins = np.maximum(np.maximum(variance, np.minimum(least, longest**2 / 4)), 0.0)
+        return Z_SCORE * math.sqrt(float((of_mean / (1 - share) * share * steps**2 + of_coins * steps).sum()))
+
+    def estimate(self) -> Ceiling:
+        """Of all known and exact steps, and of the drawn ones if there are probes enough."""
+        sure, steps, committed = (
+            self.known[1] + self.exact[2],
+            self.known[0] + self.exact[0],
+            self.known[1] + self.exact[1],
+        )
+        probed = bool(self.groups().size)
+        drawn, left_out = self.drawn * probed, np.arange(self.drawn.shape[0])
+        rows = self.drawn.shape[0] - left_out
+        base = float(sure + (drawn * (rows + 1)).sum())
+        middle = base + (float((drawn * self.means()).sum()) if probed else 0.0)
+        half = self._half_width() if probed else 0.0
+        return Ceiling(
+            steps=int(steps + drawn.sum()),
+            unresolved=int(self.ended.sum() + self.drawn.sum() - drawn.sum()),
+            committed=int(committed + (drawn * rows).sum()),
+            low=max(base, middle - half),
+            middle=middle,
+            high=min(base + float((drawn * left_out).sum()), middle + half),
+        )
+
+
+Due = tuple[DueProbe, _Sums]
+"""A probe, and the sums that its answer goes to."""
+
+
+class LiveCeiling:
+    """Estimates the ceiling of a server and of each running request."""
+
+    def __init__(self, gamma: int, slots: int) -> None:
+        """Args:
+        gamma: G.
+        slots: request slots of the host.
+        """
+        self._gamma = gamma
+        self._steps: list[StepTokens] = []  # not judged yet, oldest first
+        self._old = 0  # of these, how many are from before the last ``clear``
+        self._new: deque[StepTokens] = deque()  # appended to without the lock
+        self._lock = threading.RLock()  # whoever judges or reads: the server's thread, or one that exports
+        self._generation = np.full(slots, -1, np.int64)
+        self._by_slot = np.zeros((slots, _COLUMNS + gamma), np.int64)
+        self._due: list[Due] = []
+        self._sums = _Sums(gamma)
+
+    def clear(self) -> None:
+        """Set the server's sums to zero; those of running requests stay."""
+        with self._lock:
+            self._fold()
+            self._old, self._sums = len(self._steps), _Sums(self._gamma)
+
+    def add(self, step: StepTokens) -> None:
+        """Take a step whose results are on the host; its arrays are not to be changed afterwards."""
+        self._new.append(step)
+        if len(self._new) >= FOLD_STEPS:
+            with self._lock:
+                self._fold()
+
+    def interrupt(self) -> None:
+        """Forget the steps that are not judged: steps will be missing between them and the next one."""
+        with self._lock:
+            self._new.clear()
+            self._steps, self._old = [], 0
+
+    def _fold(self) -> None:
+        """Judge all steps but the last G - 1, whose left-out drafts could still be realised."""
+        self._steps += [self._new.popleft() for _ in range(len(self._new))]
+        count = len(self._steps) - (self._gamma - 1)
+        for first, sums in ((min(self._old, count), _Sums(self._gamma)), (count - self._old, self._sums)):
+            if first <= 0:
+                continue
+            judged = judge(self._steps, first, self._gamma)
+            self._steps = self._steps[first:]
+            sums.add(judged)
+            self._due += [(due, sums) for due in judged.due]
+            self._add_by_slot(judged)
+        self._old = max(0, self._old - max(0, count))
+
+    def _add_by_slot(self, judged: Judged) -> None:
+        new = judged.generations > self._generation[judged.slots]
+        if new.any():
+            np.maximum.at(self._generation, judged.slots[new], judged.generations[new])
+            self._by_slot[judged.slots[new]] = 0
+        own = judged.generations == self._generation[judged.slots]
+        slots = judged.slots[own]  # in order: one run per slot
+        if slots.size:
+            starts = np.flatnonzero(np.diff(slots, prepend=-1))
+            self._by_slot[slots[starts]] += np.add.reduceat(_columns(judged, self._gamma)[own], starts, axis=0)
+
+    def request(self, slot: int) -> dict[str, Any]:
+        """The ceiling of all steps with a draft of the request that has ``slot``; keys are stable.
+
+        ``low`` and ``high`` are certain: steps that are not solved enter with their fewest and their most tokens.
+        ``middle`` has the server's mean for them, and is None where the server does not know it (yet).
+        """
+        with self._lock:
+            self._fold()
+            rest = [part for step in self._steps if (part := _of_slot(step, slot)) is not None]
+            generation = int(rest[-1].generations[0]) if rest else int(self._generation[slot])
+            rest = [part for part in rest if part.generations[0] == generation]
+            sums = self._by_slot[slot] * (generation == self._generation[slot])
+            if rest:
+                sums = sums + _columns(judge(rest, len(rest), self._gamma), self._gamma).sum(axis=0)
+            mean = self._sums.means()
+        solved, tokens, hidden, others = int(sums[0]), int(sums[1]), int(sums[2]), sums[_COLUMNS:]
+        left_out = np.flatnonzero(others)
+        others = others[left_out]
+        beyond = float(others @ mean[left_out])
+        return {
+            "request_steps": solved + int(others.sum()),
+            "hidden": hidden,
+            "unresolved": int(others.sum()),
+            "low": tokens,
+            "middle": None if math.isnan(beyond) else tokens + beyond,
+            "high": tokens + int(others @ left_out),
+        }
+
+    def take_due(self) -> list[Due]:
+        """The probes that wait for their draft's probabilities."""
+        with self._lock:
+            due, self._due = self._due, []
+        return due
+
+    def answer(self, due: Due, log_q: np.ndarray) -> None:
+        """Take the draft's log-probabilities [G] of the path of a probe; those of tested drafts may be anything."""
+        with self._lock:
+            due[1].answer(due[0], log_q)
+
+    def statistics(self) -> dict[str, Any]:
+        """Sums since the start or the last ``clear``; keys are stable."""
+        with self._lock:
+            self._fold()
+            sums, pending = self._sums, self._steps[self._old :]
+            known, exact = sums.known.tolist(), sums.exact.tolist()
+            return {
+                **vars(sums.estimate()),
+                "known": {"request_steps": known[0], "tokens": known[1]},
+                "solved": {"request_steps": exact[0], "committed": exact[1], "tokens": exact[2]},
+                "sampled": sums.drawn.tolist(),
+                "ended": sums.ended.tolist(),
+                "probes": sums.probes[0].astype(int).tolist(),
+                "pending": sum(step.slots.shape[0] for step in pending if step.drafted),
+            }
+
+
+def _columns(judged: Judged, gamma: int) -> np.ndarray:
+    """[N, 3 + G] int64: solved, least ceiling, hidden; then which number of drafts is left out of an unsolved one."""
+    open_ = (judged.state == DRAWN) | (judged.state == ENDED)
+    left_out = (judged.left_out[:, None] == np.arange(gamma)) & open_[:, None]
+    return np.column_stack([~open_, judged.tokens(), judged.state != KNOWN, left_out]).astype(np.int64)
+
+
+def _of_slot(step: StepTokens, slot: int) -> StepTokens | None:
+    """The part of a step that is of ``slot``."""
+    at = np.flatnonzero(step.slots == slot)
+    if not at.size:
+        return None
+    names = ("slots", "generations", "rows", "accepted", "tokens", "greedy")
+    return replace(step, **{name: getattr(step, name)[at] for name in names}, chances=None, probe=None)

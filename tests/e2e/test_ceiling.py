@@ -1,0 +1,122 @@
+"""The ceiling that a trimming server estimates, against its own step records, token by token."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import requests
+
+from dspark.demo.prompts import PROMPTS
+from dspark.demo.server import ServerProcess
+from dspark.observe.live_ceiling import MIN_PROBES
+from tests.e2e.conftest import DSPARK, cost_table, record, serve, set_state
+
+ANSWERS = 10
+
+
+@pytest.fixture(scope="module", params=["eager", "static"])
+def server(
+    request: pytest.FixtureRequest, target: Path, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[ServerProcess]:
+    """Steps as they are run without graphs, and as a GPU captures them."""
+    flags = ["--max-running-requests", "8", *cost_table(tmp_path_factory.mktemp("ceiling"))]
+    env = {"SGLANG_DSPARK_DEBUG_DUMP": "reqs", "SGLANG_RAGGED_VERIFY_MODE": "compact"}
+    if request.param == "static":
+        env["SGLANG_DSPARK_STATIC_STEP"] = "1"
+    with serve(target, *DSPARK, *flags, **env) as running:
+        yield running
+
+
+def ask_all(server: ServerProcess, new_tokens: int, **sampling: Any) -> list[dict[str, Any]]:
+    def ask(number: int) -> dict[str, Any]:
+        own = {"max_new_tokens": new_tokens + number, "ignore_eos": number % 3 > 0 or new_tokens > 100, **sampling}
+        if number % 2 and sampling["temperature"]:
+            own["top_p"] = 0.95
+        body = {"text": PROMPTS[number % len(PROMPTS)].text, "sampling_params": own, "rid": f"{number}"}
+        return requests.post(server.url + "/generate", json=body, timeout=900).json()
+
+    assert set_state(server, dspark_clear_info_records=True)
+    with ThreadPoolExecutor(4) as clients:
+        return list(clients.map(ask, range(ANSWERS)))
+
+
+@dataclass(frozen=True)
+class Known:
+    """A recorded step with a draft: what becomes of its left-out drafts if each has to equal the realised token."""
+
+    rid: str
+    hidden: bool
+    left_out: int
+    complete: bool  # as many later tokens exist
+    ceiling: int | None  # None: they end too early
+
+
+def known_of(steps: list[dict[str, Any]]) -> list[Known]:
+    tokens: dict[str, dict[int, int]] = defaultdict(dict)
+    for step in steps:
+        for offset, token in enumerate(step["committed"], 1):
+            tokens[step["rid"]][step["position"] + offset] = token
+    found = []
+    for step in steps:
+        rows, drafts, later = step["verify_len"], step["drafts"], tokens[step["rid"]]
+        hidden = rows <= len(drafts) and step["accepted"] == rows
+        realised = [later.get(step["position"] + 1 + place) for place in range(rows, len(drafts))] if hidden else []
+        equal = [token == draft for token, draft in zip(realised, drafts[rows:], strict=False)]
+        passed = [*equal, False].index(False)
+        parted = passed == len(equal) or realised[passed] is not None
+        ceiling = len(step["committed"]) + hidden + passed if parted else None
+        found.append(Known(step["rid"], hidden, max(len(drafts) - rows, 0), None not in realised, ceiling))
+    return found
+
+
+def recorded(server: ServerProcess) -> tuple[dict[str, Any], list[Known], list[Known]]:
+    """The server's estimate, all its steps, and those that it has judged: all but the newest."""
+    found = record(server)
+    known = known_of([request for step in found["steps"] for request in step["requests"] if request["drafts"]])
+    estimate = found["ceiling"]
+    assert estimate["steps"] + estimate["unresolved"] + estimate["pending"] == len(known)
+    assert estimate["pending"] <= 6 * 4, "steps that may still be solved: of the last six, with four requests at once"
+    return estimate, known, known[: len(known) - estimate["pending"]]
+
+
+def test_greedy_requests_are_exact(server: ServerProcess) -> None:
+    answers = ask_all(server, 60, temperature=0.0)
+    estimate, known, judged = recorded(server)
+    assert estimate["solved"]["request_steps"] > 50
+    assert estimate["unresolved"] == sum(step.ceiling is None for step in judged)
+    assert estimate["middle"] == sum(step.ceiling for step in judged if step.ceiling is not None)
+    assert estimate["low"] == estimate["middle"] == estimate["high"]
+    decoded = [answer for answer in answers if "dspark" in answer["meta_info"]]  # not ended by its first token
+    assert len(decoded) > ANSWERS / 2
+    for answer in decoded:
+        own = answer["meta_info"]["dspark"]["ceiling"]
+        mine = [step for step in known if step.rid == answer["meta_info"]["id"]][: own["request_steps"]]
+        assert own["hidden"] == sum(step.hidden for step in mine)
+        sure = [step.ceiling for step in mine if step.ceiling is not None]
+        # A step that ran behind the end of the answer may solve more than the answer's own sums know of.
+        assert len(mine) - len(sure) <= own["unresolved"] <= 6
+        assert own["low"] <= sum(sure) + 8 * own["unresolved"]
+        if own["unresolved"] == 0:
+            assert own["low"] == own["middle"] == own["high"] == sum(sure)
+
+
+def test_probes_of_sampled_requests_agree_with_what_was_realised(server: ServerProcess) -> None:
+    """So cold that a draft passes if it is the target's choice, in law as in fact; the server only knows the law."""
+    answers = ask_all(server, 260, temperature=0.01)
+    estimate, _, judged = recorded(server)
+    assert sum(estimate["probes"]) >= MIN_PROBES
+    counted = [step for step in judged if not step.hidden or not step.left_out or step.complete]
+    truth = sum(step.ceiling or 0 for step in counted)
+    assert estimate["steps"] == len(counted)
+    assert estimate["low"] <= truth <= estimate["high"]
+    assert estimate["middle"] == pytest.approx(truth, rel=0.05)
+    assert truth > 1.1 * estimate["committed"]
+    for answer in answers:
+        own = answer["meta_info"]["dspark"]["ceiling"]
+        assert own["middle"] is None or own["low"] <= own["middle"] <= own["high"]
