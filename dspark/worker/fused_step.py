@@ -54,7 +54,8 @@ class FusedStep(DecodeStep):
             kept = self._keep(found.hidden, batch, budget)
             return BlockProposal(tokens, found.probs, None if found.confidence is None else trust, kept), None
         hidden = self._draft_net.block_hidden(batch)
-        self._chain(head, self._draft_net.base_logits(hidden[:, : budget.depth]), batch)
+        # Contiguous: of a strided slice torch multiplies each request apart, and reads the LM head as often.
+        self._chain(head, self._draft_net.base_logits(hidden[:, : budget.depth].contiguous()), batch)
         of_head, scale = self._draft_net.confidence_head, self._draft_net.calibration
         if of_head is None:
             if self._replay is not None:

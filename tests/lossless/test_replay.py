@@ -90,8 +90,11 @@ def test_every_mode_commits_the_head_of_the_block(kind: str, filters: bool, step
             among.check_context()
             worlds[name], outcomes[name] = among, found
             if budget.draft:
-                check_outcome(found, accepted, survival, name)
-                windows = GAMMA + 1 if name == "static" else allocate(survival, drafts)
+                known = survival.clone()
+                if budget.depth is not None:
+                    known[:, budget.depth - 1 :] = 0
+                check_outcome(found, accepted, known, name)
+                windows = GAMMA + 1 if name == "static" else allocate(known, drafts)
                 assert_equal(found.plan.verify_lens, torch.zeros_like(accepted) + windows, f"{name}: windows")
         full = outcomes["static"].accept
         for name in ("compact", "cap-accept"):
