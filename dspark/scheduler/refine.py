@@ -30,6 +30,7 @@ PRIOR = 1.0  # samples that the wider neighbourhood stands for
 # Qwen3-8B on an H200; taken for a floor, that kept every cheaper step from being tried.
 HOST_BOUND_SHARE = 0.25
 _HOST_BOUND_SECONDS = 3e-5  # and at least this: what lies between two steps anyway
+_SHORT = 0.05  # in log seconds: a step that is so much faster than a floor refutes it
 _NEAR = np.array([0.15, 0.15, 0.5])  # log2 of requests, tier, context: distances at which a cell counts 1/e
 _WIDE = np.array([1.0, 1.0, 3.0])
 _OTHER_KIND = 2.0  # distance between steps with and without a draft, in the wider neighbourhood
@@ -86,21 +87,21 @@ class Correction:
 def refine(state: Refinement, samples: Sequence[StepSample]) -> Refinement:
     """The state after some more steps, in the order in which they ran."""
     ratios: defaultdict[tuple[bool, int, int, int], list[float]] = defaultdict(list)
-    floors: defaultdict[int, list[float]] = defaultdict(list)
+    late: defaultdict[int, list[float]] = defaultdict(list)  # steps in which the device waited for the host
+    ready: defaultdict[int, list[float]] = defaultdict(list)  # and others
     for sample in samples:
         if not (sample.model_seconds > 0 and sample.busy_seconds > 0 and sample.seconds > 0):
             continue
         seconds, gap = sample.seconds, sample.seconds - sample.busy_seconds
-        if state.overlapped and gap > max(HOST_BOUND_SHARE * seconds, _HOST_BOUND_SECONDS):
-            floors[sample.requests].append(float(np.log(seconds)))
-            seconds = sample.busy_seconds
-        elif state.overlapped and state.floors.size and seconds < floor_of(state, sample.requests):
-            floors[sample.requests].append(float(np.log(seconds)))
+        if state.overlapped:
+            waited = gap > max(HOST_BOUND_SHARE * seconds, _HOST_BOUND_SECONDS)
+            (late if waited else ready)[sample.requests].append(float(np.log(seconds)))
+            seconds = sample.busy_seconds if waited else seconds
         ratio = float(np.clip(np.log(seconds / sample.model_seconds), -_MAX_LOG_RATIO, _MAX_LOG_RATIO))
         octave = round(2 * _context_place(sample.context_tokens / sample.requests))
         ratios[sample.draft, sample.requests, sample.tier, octave].append(ratio)
     step = state.step + len(samples)
-    return _with_floors(_with_cells(state, ratios, step), floors, step)
+    return _with_floors(_with_cells(state, ratios, step), late, ready, step)
 
 
 def _context_place(context: float) -> float:
@@ -148,19 +149,31 @@ def _moved(mean: float, weight: float, found: list[float]) -> tuple[float, float
     return mean + min(count / weight, 1.0) * (seen - mean), weight
 
 
-def _with_floors(state: Refinement, floors: dict[int, list[float]], step: float) -> Refinement:
-    if not floors:
-        return state
+def _with_floors(
+    state: Refinement, late: dict[int, list[float]], ready: dict[int, list[float]], step: float
+) -> Refinement:
+    """The host's pace after more steps; log seconds by batch size.
+
+    A step in which the device waited says that the host needs so long, unless others show that it does not: a busy
+    machine makes single steps late. A floor that steps fall short of is none: it is dropped, and not lowered to what
+    they take, or a step that the device alone sets the time of would stand as the host's pace for all faster ones.
+    """
     rows = {float(row[0]): row for row in state.floors}
-    for requests, found in floors.items():
-        place = float(np.log2(requests))
+    for requests in late.keys() | ready.keys():
+        place, found = float(np.log2(requests)), late.get(requests, [])
         known = rows.get(place)
-        mean, weight = (
-            (float(np.median(found)), float(len(found))) if known is None else _moved(known[1], known[2], found)
-        )
-        rows[place] = np.array([place, mean, weight, step])
+        if known is None:
+            if not found:
+                continue
+            known = np.array([place, np.median(found), 0.0, step])
+        believed = float(np.median(found or [known[1]]))
+        if sum(one < believed - _SHORT for one in ready.get(requests, [])) > len(found):
+            rows.pop(place, None)
+        elif found:
+            mean, weight = _moved(float(known[1]), float(known[2]), found)
+            rows[place] = np.array([place, mean, weight, step])
     newest = sorted(rows.values(), key=lambda row: -row[3])[:MAX_CELLS]
-    return replace(state, floors=np.array(newest), step=step)
+    return replace(state, floors=np.array(newest).reshape(-1, 4), step=step)
 
 
 def floor_of(state: Refinement, requests: int) -> float:

@@ -94,6 +94,7 @@ class Case:
     context: float = 1000.0  # tokens per request at the start
     noise: float = 0.01  # of step times
     spikes: float = 0.002  # share of steps that take five times as long
+    hiccups: float = 0.0  # share of steps after which the device waits 4 ms for the host, busy with something else
 
 
 class World:
@@ -119,7 +120,8 @@ class World:
         if self.rng.random() < case.spikes:
             scale *= 5
         busy *= scale
-        return busy, max(busy + case.surface.gap / 1e3, case.surface.floor(case.requests) * scale)
+        late = 4e-3 if self.rng.random() < case.hiccups else 0.0
+        return busy, max(busy + case.surface.gap / 1e3 + late, case.surface.floor(case.requests) * scale)
 
     @staticmethod
     def expected(survival: np.ndarray, truth: np.ndarray, drafts: int) -> float:

@@ -77,6 +77,19 @@ def test_no_fixed_policy_is_much_faster(surface: str, requests: int, level: str,
     assert done.rate >= SHARE * best
 
 
+@pytest.mark.parametrize("level", ["hopeless", "low", "middle"])
+@pytest.mark.parametrize("requests", [1, 16, 64])
+@pytest.mark.parametrize("surface", ["gapped", "dear draft"])
+def test_a_host_that_is_late_now_and_then_sets_no_pace(surface: str, requests: int, level: str) -> None:
+    """One late step was once taken for the host's pace, and then nothing that is faster was ever tried."""
+    case = Case(SURFACES[surface], requests, level, spikes=0.0, hiccups=0.01)
+    best, name = World(case, 7).best_fixed()
+    done = serve(case, STEPS)
+    late = 1 - case.hiccups * 4e-3 * STEPS / done.seconds  # which the fixed policies do not pay
+    print(f"{done.rate / best / late:.4f} of {name}; {done.statistics and done.statistics['reasons']}")
+    assert done.rate >= SHARE * late * best
+
+
 @pytest.mark.parametrize("surface", ["gapped", "host"])
 @pytest.mark.parametrize("requests", [1, 64])
 @pytest.mark.parametrize("levels", [("high", "hopeless"), ("hopeless", "high"), ("middle", "low")])
