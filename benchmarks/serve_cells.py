@@ -166,9 +166,9 @@ class Bench:
                 f"required are {count}; raise --tokens, or lower --log-interval; log: {self._server.log_path}"
             )
 
-    def run(self, batch: int, tokens: int) -> list[Interval]:
-        """One round: ``batch`` requests of ``tokens`` tokens each."""
-        self._round += 1
+    def run(self, batch: int, tokens: int, again: bool = False) -> list[Interval]:
+        """One round: ``batch`` requests of ``tokens`` tokens each; ``again``: with the prompts of the last round."""
+        self._round += not again
         self._server.flush_cache()
         self._log.mark()
         params = {"temperature": 0, "max_new_tokens": tokens, "ignore_eos": True}

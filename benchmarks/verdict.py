@@ -1,6 +1,7 @@
 """Ratios of throughputs with intervals, and what they say of the two bars: never slower, and clearly faster.
 
 A ratio is the quotient of the geometric means of the repeats of two arms, its 95% interval Welch's on the logarithms.
+Repeats far out of their arm (a hiccup of the machine in one log interval) are left out of both.
 "never slower" asks that the interval includes or exceeds 0.98; "clearly faster" that the ratio reaches 1.15.
 """
 
@@ -20,7 +21,7 @@ ANY = "any"  # acceptance of arms without speculation: their speed does not depe
 
 def ratio(ours: Sequence[float], others: Sequence[float]) -> dict[str, Any]:
     """Ratio of two throughputs, ``low`` and ``high`` of its 95% interval (None for fewer than two repeats)."""
-    a, b = np.log(ours), np.log(others)
+    a, b = _usual(np.log(ours)), _usual(np.log(others))
     middle = float(np.exp(a.mean() - b.mean()))
     if min(a.size, b.size) < 2:
         return {"ratio": middle, "low": None, "high": None}
@@ -30,6 +31,12 @@ def ratio(ours: Sequence[float], others: Sequence[float]) -> dict[str, Any]:
     freedom = parts.sum() ** 2 / (parts**2 / [a.size - 1, b.size - 1]).sum()
     half = float(stats.t.ppf(0.975, freedom) * np.sqrt(parts.sum()))
     return {"ratio": middle, "low": middle * float(np.exp(-half)), "high": middle * float(np.exp(half))}
+
+
+def _usual(values: np.ndarray) -> np.ndarray:
+    """Those within six robust standard deviations of the median, and all within 15% of it."""
+    away = np.abs(values - np.median(values))
+    return values[away <= max(6 * 1.4826 * float(np.median(away)), 0.15)]
 
 
 def verdicts(rows: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:

@@ -67,6 +67,13 @@ def test_the_interval_of_a_ratio_covers_as_often_as_it_says() -> None:
     assert verdict.ratio([3.0], [2.0]) == {"ratio": pytest.approx(1.5), "low": None, "high": None}
 
 
+def test_a_hiccup_decides_no_ratio() -> None:
+    usual = [100.0, 101.0, 99.0, 100.5, 99.5]
+    found = verdict.ratio([*usual, 17.0], [50.0 * value / 100 for value in usual])
+    assert found["ratio"] == pytest.approx(2.0, rel=0.01)
+    assert found["high"] - found["low"] < 0.1
+
+
 def row(arm: str, rate: float, acceptance: str = "middle", batch: int = 16, model: str = "m") -> dict[str, Any]:
     return {
         "model": model, "acceptance": acceptance, "batch": batch, "arm": arm, "tok_s": rate,

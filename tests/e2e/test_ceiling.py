@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections import defaultdict
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -77,10 +78,16 @@ def known_of(steps: list[dict[str, Any]]) -> list[Known]:
 
 def recorded(server: ServerProcess) -> tuple[dict[str, Any], list[Known], list[Known]]:
     """The server's estimate, all its steps, and those that it has judged: all but the newest."""
-    found = record(server)
-    known = known_of([request for step in found["steps"] for request in step["requests"] if request["drafts"]])
-    estimate = found["ceiling"]
-    assert estimate["steps"] + estimate["unresolved"] + estimate["pending"] == len(known)
+    deadline = time.monotonic() + 20
+    while True:  # a step that was launched behind the end of the last answer is recorded before its results are counted
+        found = record(server)
+        known = known_of([request for step in found["steps"] for request in step["requests"] if request["drafts"]])
+        estimate = found["ceiling"]
+        counted = estimate["steps"] + estimate["unresolved"] + estimate["pending"]
+        if counted == len(known) or time.monotonic() > deadline:
+            break
+        time.sleep(0.5)
+    assert counted == len(known)
     assert estimate["pending"] <= 6 * 4, "steps that may still be solved: of the last six, with four requests at once"
     return estimate, known, known[: len(known) - estimate["pending"]]
 
