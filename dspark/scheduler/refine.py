@@ -15,7 +15,7 @@ once happened to it. Pure: state and samples go in, a state comes out. Memory is
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
@@ -30,7 +30,7 @@ PRIOR = 1.0  # samples that the wider neighbourhood stands for
 # Qwen3-8B on an H200; taken for a floor, that kept every cheaper step from being tried.
 HOST_BOUND_SHARE = 0.25
 _HOST_BOUND_SECONDS = 3e-5  # and at least this: what lies between two steps anyway
-_SHORT = 0.05  # in log seconds: a step that is so much faster than a floor refutes it
+_SHORT = 0.05  # in log seconds: a step that is so much faster than a floor speaks against it
 _NEAR = np.array([0.15, 0.15, 0.5])  # log2 of requests, tier, context: distances at which a cell counts 1/e
 _WIDE = np.array([1.0, 1.0, 3.0])
 _OTHER_KIND = 2.0  # distance between steps with and without a draft, in the wider neighbourhood
@@ -48,6 +48,14 @@ class StepSample(NamedTuple):
     model_seconds: float  # what the model says without any correction, and without a floor
     busy_seconds: float  # from its first to its last launch, as the device saw them
     seconds: float  # from its start to the start of the next one: what the client waits for
+
+
+class _Pace(NamedTuple):
+    """A step, in log seconds."""
+
+    waited: bool  # the device, for the host
+    busy: float
+    seconds: float
 
 
 @dataclass(frozen=True, eq=False)
@@ -87,21 +95,20 @@ class Correction:
 def refine(state: Refinement, samples: Sequence[StepSample]) -> Refinement:
     """The state after some more steps, in the order in which they ran."""
     ratios: defaultdict[tuple[bool, int, int, int], list[float]] = defaultdict(list)
-    late: defaultdict[int, list[float]] = defaultdict(list)  # steps in which the device waited for the host
-    ready: defaultdict[int, list[float]] = defaultdict(list)  # and others
+    paces: defaultdict[int, list[_Pace]] = defaultdict(list)
     for sample in samples:
         if not (sample.model_seconds > 0 and sample.busy_seconds > 0 and sample.seconds > 0):
             continue
         seconds, gap = sample.seconds, sample.seconds - sample.busy_seconds
         if state.overlapped:
             waited = gap > max(HOST_BOUND_SHARE * seconds, _HOST_BOUND_SECONDS)
-            (late if waited else ready)[sample.requests].append(float(np.log(seconds)))
+            paces[sample.requests].append(_Pace(waited, float(np.log(sample.busy_seconds)), float(np.log(seconds))))
             seconds = sample.busy_seconds if waited else seconds
         ratio = float(np.clip(np.log(seconds / sample.model_seconds), -_MAX_LOG_RATIO, _MAX_LOG_RATIO))
         octave = round(2 * _context_place(sample.context_tokens / sample.requests))
         ratios[sample.draft, sample.requests, sample.tier, octave].append(ratio)
     step = state.step + len(samples)
-    return _with_floors(_with_cells(state, ratios, step), late, ready, step)
+    return _with_floors(_with_cells(state, ratios, step), paces, step)
 
 
 def _context_place(context: float) -> float:
@@ -149,29 +156,29 @@ def _moved(mean: float, weight: float, found: list[float]) -> tuple[float, float
     return mean + min(count / weight, 1.0) * (seen - mean), weight
 
 
-def _with_floors(
-    state: Refinement, late: dict[int, list[float]], ready: dict[int, list[float]], step: float
-) -> Refinement:
+def _with_floors(state: Refinement, paces: Mapping[int, Sequence[_Pace]], step: float) -> Refinement:
     """The host's pace after more steps; log seconds by batch size.
 
-    A step in which the device waited says that the host needs so long, unless others show that it does not: a busy
-    machine makes single steps late. A floor that steps fall short of is none: it is dropped, and not lowered to what
-    they take, or a step that the device alone sets the time of would stand as the host's pace for all faster ones.
+    Steps in which the device waited say that the host needs so long, unless more others show that it does not: a busy
+    machine makes single steps late, and those say nothing, also not against a floor that is known. A floor is dropped
+    if most of the steps that the device alone would have done in less were done in less. It is not lowered to what
+    they take, or a step that the device sets the time of would stand as the host's pace for all faster ones.
     """
     rows = {float(row[0]): row for row in state.floors}
-    for requests in late.keys() | ready.keys():
-        place, found = float(np.log2(requests)), late.get(requests, [])
+    for requests, found in paces.items():
+        place, late = float(np.log2(requests)), [one.seconds for one in found if one.waited]
         known = rows.get(place)
-        if known is None:
-            if not found:
-                continue
-            known = np.array([place, np.median(found), 0.0, step])
-        believed = float(np.median(found or [known[1]]))
-        if sum(one < believed - _SHORT for one in ready.get(requests, [])) > len(found):
-            rows.pop(place, None)
-        elif found:
-            mean, weight = _moved(float(known[1]), float(known[2]), found)
-            rows[place] = np.array([place, mean, weight, step])
+        if known is not None:
+            least = float(known[1]) - _SHORT
+            shorter = [one.seconds < least for one in found if one.busy < least]
+            if 2 * sum(shorter) > len(shorter):
+                del rows[place]
+                known = None
+        ready = sum(one.seconds < np.median(late) - _SHORT for one in found if not one.waited) if late else 0
+        if not late or ready > len(late):
+            continue
+        mean, weight = (float(np.median(late)), 0.0) if known is None else (float(known[1]), float(known[2]))
+        rows[place] = np.array([place, *_moved(mean, weight, late), step])
     newest = sorted(rows.values(), key=lambda row: -row[3])[:MAX_CELLS]
     return replace(state, floors=np.array(newest).reshape(-1, 4), step=step)
 

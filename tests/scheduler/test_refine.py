@@ -102,8 +102,23 @@ def test_the_host_s_pace_is_learned_by_batch_size() -> None:
 def test_a_floor_that_is_too_high_comes_down() -> None:
     state = learned([waiting(5e-3, 2e-3)] * 64)
     for _ in range(40):
-        state = refine(state, [waiting(3e-3, 2.99e-3)] * 16)
+        state = refine(state, [waiting(3e-3, 2e-3)] * 16)
     assert floor_of(state, 8) == pytest.approx(3e-3, rel=0.03)
+
+
+def test_a_floor_that_steps_fall_short_of_is_dropped() -> None:
+    """Not lowered to what the device takes; and steps that it needs longer for say nothing of a floor."""
+    state = learned([waiting(5e-3, 2e-3)] * 64)
+    assert floor_of(refine(state, [waiting(6e-3, 5.9e-3)] * 16), 8) == pytest.approx(5e-3, rel=0.01)
+    assert floor_of(refine(state, [waiting(6e-3, 5.9e-3)] * 15 + [waiting(3e-3, 2.99e-3)]), 8) == 0.0
+
+
+def test_a_late_step_neither_makes_nor_ends_a_floor() -> None:
+    """The host needs 2.2 ms, the device between 1.1 and 1.9: it waits for a short time, or for a long one."""
+    one_late = [waiting(2.2e-3, 1.9e-3)] * 15 + [waiting(6e-3, 1.9e-3)]
+    assert floor_of(learned(one_late), 8) == 0.0
+    state = refine(learned([waiting(2.2e-3, 1.1e-3)] * 64), one_late)
+    assert floor_of(state, 8) == pytest.approx(2.2e-3, rel=0.01)
 
 
 def test_without_overlap_the_host_adds_to_every_step() -> None:

@@ -94,6 +94,7 @@ class Case:
     context: float = 1000.0  # tokens per request at the start
     noise: float = 0.01  # of step times
     spikes: float = 0.002  # share of steps that take five times as long
+    jitter: float = 0.0  # of the host's pace
     hiccups: float = 0.0  # share of steps after which the device waits 4 ms for the host, busy with something else
 
 
@@ -121,7 +122,9 @@ class World:
             scale *= 5
         busy *= scale
         late = 4e-3 if self.rng.random() < case.hiccups else 0.0
-        return busy, max(busy + case.surface.gap / 1e3 + late, case.surface.floor(case.requests) * scale)
+        if case.jitter:
+            scale = max(1 + case.jitter * self.rng.normal(), 0.5)
+        return busy, late + max(busy + case.surface.gap / 1e3, case.surface.floor(case.requests) * scale)
 
     @staticmethod
     def expected(survival: np.ndarray, truth: np.ndarray, drafts: int) -> float:
