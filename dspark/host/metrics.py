@@ -59,7 +59,7 @@ class ObservedResult(GenerationBatchResult):
     windows: torch.Tensor | None = None  # [R] integers, rows scheduled; None: as ``facts`` say
     chances: torch.Tensor | None = None  # [R, W] float32, see ``AcceptResult``; None: all are greedy, or nobody asks
     probe: Probe | None = None
-    whole: bool = True  # whether all drafts of the blocks were drawn
+    depth: int | None = None  # drafts of each block that were drawn; None: all
     survival: Transfer | None = None  # [R, G] float32 on its way to the host; None: not drafted, or not scheduled
 
     def copy_to_cpu(self, *args: Any, **kwargs: Any) -> None:
@@ -129,7 +129,7 @@ class StepObserver:
         self.counters.add(facts, counts, now)
         if self.ceiling is not None:
             self.ceiling.add(_step_tokens(result, facts, counts, temperatures))
-        survival = self._judge(result.survival, counts, temperatures)
+        survival = self._judge(result, counts, temperatures)
         if self.records is not None:
             self.records.add(facts, counts, survival, now, self._users(facts, batch, temperatures))
         taken = sum(map(len, tokens))
@@ -145,12 +145,13 @@ class StepObserver:
             self._generation[slot] = facts.generations[place]
         return UserFacts(temperatures, self._simulated[facts.slots])
 
-    def _judge(self, transfer: Transfer | None, counts: StepCounts, temperatures: np.ndarray) -> np.ndarray | None:
-        """Hold survivals against what was accepted; returns them, [R, G] float32."""
-        if transfer is None:
+    def _judge(self, result: ObservedResult, counts: StepCounts, temperatures: np.ndarray) -> np.ndarray | None:
+        """Hold survivals against what was accepted; returns those of drafts that could be verified, float32."""
+        if result.survival is None:
             return None
+        known = None if result.depth is None else result.depth - 1
         # There, since they were sent before the results; kept, since their buffer is used again a few steps later.
-        survival = transfer.values().copy()
+        survival = result.survival.values()[:, :known].copy()
         tested = np.minimum(counts.windows, self._window - 1)
         self.calibration.add(BlockFacts(survival, tested, counts.accepted, temperatures))
         return survival
@@ -219,7 +220,7 @@ def _step_tokens(result: ObservedResult, facts: StepFacts, counts: StepCounts, t
         greedy=temperatures == 0,
         chances=None if result.chances is None else result.chances.numpy().copy(),
         probe=result.probe,
-        whole=result.whole,
+        whole=result.depth is None,
     )
 
 

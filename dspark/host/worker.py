@@ -280,10 +280,10 @@ class DSparkWorker(BaseSpecWorker):
         if extras is not None:
             extras.attach(output, outcome.accept.tokens)
         facts = self._budgets.facts(int(batch.forward_iter), forwarded, refusal)
-        return self._result(outcome, output, facts, survival, budget.depth is None)
+        return self._result(outcome, output, facts, survival, budget.depth)
 
     def _result(
-        self, outcome: StepOutcome, output: Any, facts: StepFacts, survival: Transfer | None, whole: bool
+        self, outcome: StepOutcome, output: Any, facts: StepFacts, survival: Transfer | None, depth: int | None
     ) -> GenerationBatchResult:
         assert self._requests is not None
         temperatures = self._requests.temperatures[facts.slots]
@@ -304,9 +304,9 @@ class DSparkWorker(BaseSpecWorker):
             accepted=accept.accepted,
             survival=survival,
             chances=None if probes is None else accept.chances,
-            probe=None if probes is None else probes.step(temperatures, outcome, whole),
+            probe=None if probes is None else probes.step(temperatures, outcome, depth is None),
             temperatures=temperatures,
-            whole=whole,
+            depth=depth,
             windows=windows if facts.drafted and facts.drafts < windows.shape[0] * self.spec.gamma else None,
         )
 

@@ -34,7 +34,7 @@ def class_names(temperature: Sequence[float]) -> list[str]:
 class BlockFacts:
     """Drafted blocks of one step, R requests."""
 
-    survival: np.ndarray  # [R, G] float32, a[k]
+    survival: np.ndarray  # [R, D] float32, a[1..D], D <= G; positions behind are censored, tested or not
     tested: np.ndarray  # [R] integers, 0..G drafts that were verified
     accepted: np.ndarray  # [R] integers, 0..tested
     temperature: np.ndarray  # [R] float, 0 for greedy requests
@@ -145,9 +145,15 @@ class CalibrationWindows:
         steps = [self._pending.popleft() for _ in range(len(self._pending))]
         if not steps:
             return
-        survival = np.concatenate([step.survival for step in steps])
+        known = [step.survival.shape[1] for step in steps]
+        survival = np.zeros((sum(step.survival.shape[0] for step in steps), self._gamma), np.float32)
+        first = 0
+        for step, width in zip(steps, known, strict=True):
+            survival[first : first + step.survival.shape[0], :width] = step.survival
+            first += step.survival.shape[0]
         pairs = [np.concatenate([getattr(step, name) for step in steps]) for name in ("tested", "accepted")]
-        counts = np.stack(pairs, axis=1).astype(np.int16)
+        most = np.repeat(known, [step.survival.shape[0] for step in steps])
+        counts = np.minimum(np.stack(pairs, axis=1), most[:, None]).astype(np.int16)
         kind = np.searchsorted(_BOUNDS, np.concatenate([step.temperature for step in steps]))
         valid = ((survival >= 0) & (survival <= 1)).all(axis=1)
         self._invalid += int((~valid).sum())

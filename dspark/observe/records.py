@@ -50,7 +50,8 @@ class RequestRow(BaseModel):
     accepted: int  # drafts
     committed: int  # tokens, before a cut at a stop
     ceiling: int | None  # what a full window would have committed, where that was measured (cap-accept)
-    survival: list[float] | None  # a[1..G], where the scheduler had asked for it
+    # a[1..G], or fewer if not all drafts of the block could be verified; None: the scheduler had not asked for it
+    survival: list[float] | None
     temperature: float | None = None  # of sampling; 0: greedy; None: written by a version that did not record it
     simulated: str | None = None  # class of simulated acceptance that the request names itself
 
@@ -116,7 +117,7 @@ class StepRecords:
 
         Args:
             facts, counts: of the step; copied where the arrays are views of buffers that are used again.
-            survival: [R, G] float32, not to be changed afterwards; None: not known.
+            survival: [R, D] float32, D <= G, not to be changed afterwards; None: not known.
             now: seconds on a monotonic clock, when its results were there.
             users: what the requests asked for, not to be changed afterwards; None: not known.
         """

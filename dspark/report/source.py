@@ -173,8 +173,8 @@ def _estimate_in(record: Mapping[str, Any]) -> Mapping[str, Any] | None:
 
 
 def _gamma_of(step: RecordedStep) -> int:
-    """A window tells as much as it has rows; a survival tells it all."""
-    return max(len(one.survival) if one.survival is not None else max(one.rows - 1, 1) for one in step.requests)
+    """A window tells as much as it has rows; the survival of a block that was drawn whole tells it all."""
+    return max(max(len(one.survival or ()), one.rows - 1, one.accepted, 1) for one in step.requests)
 
 
 def _arrays(step: RecordedStep, *names: str) -> list[np.ndarray]:

@@ -43,7 +43,9 @@ class CostLearner:
     ) -> StepNote:
         """What is believed of a step before it runs; ``saved_seconds`` of it by drawing less than whole blocks."""
         model, predicted = self.costs.times(draft, requests, tier, context_tokens)
-        return StepNote(draft, requests, tier, context_tokens, model - saved_seconds, predicted - saved_seconds)
+        # The model's part of what was measured: taken off whole, a model that is off would seem to be off by more.
+        left = 1 - saved_seconds / predicted if saved_seconds else 1.0
+        return StepNote(draft, requests, tier, context_tokens, model * left, predicted - saved_seconds)
 
     def learn(self, times: Sequence[StepTime]) -> None:
         """Take the times of steps that are over; one without a step that follows on it says nothing."""

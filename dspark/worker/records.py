@@ -40,14 +40,15 @@ class StepRecorder:
     ) -> list[dict[str, Any]]:
         """Append one step; returns its request records.
 
-        ``committed`` holds the tokens before any cut at a stop or length limit. ``drafts``, ``survival`` and
+        ``committed`` holds the tokens before any cut at a stop or length limit, ``drafts`` those that were drawn (of
+        ``budget.depth``), ``survival`` 0 for those that could not be verified. ``drafts``, ``survival`` and
         ``ceiling`` are None where the step had none: no draft, no confidence head, rows left out. ``forwarded`` are
         the rows that the target ran, padding included.
         """
         positions, anchors = (outcome.lengths - outcome.accept.committed).tolist(), outcome.plan.tokens[:, 0].tolist()
         windows = outcome.plan.verify_lens.tolist()
         nothing = [None] * len(rids)
-        drafts = nothing if outcome.proposal is None else outcome.proposal.tokens.tolist()
+        drafts = nothing if outcome.proposal is None else outcome.proposal.tokens[:, : budget.depth].tolist()
         survival = nothing if outcome.survival is None else outcome.survival.tolist()
         ceiling = nothing if outcome.ceiling is None else outcome.ceiling.tolist()
         accepted, counts = outcome.accept.accepted.tolist(), outcome.accept.committed.tolist()

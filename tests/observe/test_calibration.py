@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 
@@ -39,6 +41,19 @@ def test_planted_calibration_is_recognised(trim: bool) -> None:
         assert good["auc"] > 0.55
         assert good["censored"] == (int((honest.survival[:, place] <= 0.3).sum()) if trim else 0)
         assert good["judged"] + good["censored"] == 20_000
+
+
+def test_what_has_no_survival_is_censored_though_it_was_tested() -> None:
+    """The last row of a window tests a draft that could not be verified: it has no prediction, which is not 0."""
+    facts, windows = blocks(np.random.default_rng(3), 300), CalibrationWindows(GAMMA)
+    windows.add(facts)
+    windows.add(replace(facts, survival=facts.survival[:, :2]))
+    totals = windows.totals()
+    assert totals["judged"] == [600, 600, 300, 300]
+    assert totals["censored"] == [0, 0, 300, 300]
+    assert totals["predicted"] == pytest.approx(facts.survival.sum(axis=0) * [2, 2, 1, 1], rel=1e-5)
+    passed = (facts.accepted[:, None] >= np.arange(1, GAMMA + 1)).sum(axis=0)
+    assert totals["accepted"] == (passed * [2, 2, 1, 1]).tolist()
 
 
 def test_measures_equal_those_of_the_fit_and_of_pairs() -> None:

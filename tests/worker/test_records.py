@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from dspark.scheduler.planner import BudgetPlan, PlanState, Reason
@@ -50,6 +52,14 @@ def test_a_trimmed_step_shows_its_plan_and_survival() -> None:
         assert len(request["survival"]) == GAMMA
         assert request["ceiling"] is None
         assert len(request["committed"]) == request["verify_len"], "a perfect drafter fills its window"
+
+
+def test_drafts_that_were_not_drawn_are_not_recorded() -> None:
+    recorder, batch = StepRecorder(), batch_of([1, 2])
+    record(recorder, 0, batch, replace(compact(batch, 3, padding=1), depth=3), confident=True)
+    (step,) = recorder.dump()["steps"]
+    assert [len(request["drafts"]) for request in step["requests"]] == [3, 3]
+    assert all(request["survival"][2:] == [0.0] * (GAMMA - 2) for request in step["requests"])
 
 
 def test_a_step_without_a_draft_is_recorded() -> None:
