@@ -73,19 +73,24 @@ class _Stream:
         sizes = [step.slots.shape[0] for step in steps]
         number = np.repeat(np.arange(len(steps)), sizes)
         slots, generations = _joined(steps, "slots"), _joined(steps, "generations")
-        order = np.argsort(slots * (int(generations.max()) + 1) + generations, kind="stable")
+        # A slot's generations follow each other, so its steps in their order are grouped by them; small integers are
+        # sorted without a comparison.
+        order = np.argsort(slots.astype(np.min_scalar_type(int(slots.max()))), kind="stable")
         self.number, self.slots, self.generations = number[order], slots[order], generations[order]
         self.rows = _joined(steps, "rows").astype(np.int64)[order]
         self.accepted = _joined(steps, "accepted").astype(np.int64)[order]
-        self.greedy, self.tokens = _joined(steps, "greedy")[order], _joined(steps, "tokens")[order]
+        self.greedy, self._tokens = _joined(steps, "greedy")[order], _joined(steps, "tokens")
         self.drafted, whole = (
             np.repeat([getattr(step, name) for step in steps], sizes)[order] for name in ("drafted", "whole")
         )
         self.solvable = self.greedy & whole
         self.committed = np.minimum(self.accepted + 1, self.rows)
         self._steps, self._order = steps, order
-        self._inside = np.arange(self.tokens.shape[1]) < self.committed[:, None]
-        self._stream, self._after = self.tokens[self._inside], np.cumsum(self.committed)
+        self._after = np.cumsum(self.committed)
+        # Of each token of the stream, where it is among those of the steps.
+        starts = order * self._tokens.shape[1] - (self._after - self.committed)
+        self._places = np.repeat(starts, self.committed) + np.arange(self._after[-1])
+        self._stream = self._tokens.reshape(-1)[self._places]
         last = np.ones(order.shape[0], bool)
         last[:-1] = (self.slots[1:] != self.slots[:-1]) | (self.generations[1:] != self.generations[:-1])
         self._ends = self._after[last][np.cumsum(last) - last]  # where the request of each step ends in the stream
@@ -107,15 +112,19 @@ class _Stream:
         """The tokens at places of the stream."""
         return self._stream[places]
 
+    def tokens(self, which: np.ndarray) -> np.ndarray:
+        """[N, W] of the steps ``which`` [N], those that were not committed included."""
+        return self._tokens[self._order[which]]
+
     def due(self, which: np.ndarray, left_out: np.ndarray, at: np.ndarray) -> list[DueProbe]:
         """The probed steps ``which`` [N] with ``left_out`` [N] drafts and later tokens at ``at`` [N, G]."""
         ones = [np.ones(step.tokens.shape) if step.chances is None else step.chances for step in self._steps]
-        chances = np.concatenate(ones)[self._order][self._inside][at].astype(np.float64)
+        chances = np.concatenate(ones).reshape(-1)[self._places[at]].astype(np.float64)
         log_p = np.log(np.maximum(chances, np.finfo(np.float64).tiny))
         log_p[self.greedy[which]] = 0.0
         paths = [
-            np.concatenate([self.tokens[step, : at.shape[1] - left], self._stream[later[:left]]])
-            for step, left, later in zip(which, left_out, at, strict=True)
+            np.concatenate([tokens[: at.shape[1] - left], self._stream[later[:left]]])
+            for tokens, left, later in zip(self.tokens(which), left_out, at, strict=True)
         ]
         probes = [self.probes[place] for place in self.probe[which]]
         return [DueProbe(*row) for row in zip(probes, left_out.tolist(), paths, log_p, strict=True)]
@@ -142,7 +151,7 @@ def judge(steps: Sequence[StepTokens], count: int, gamma: int) -> Judged:
     at, there = stream.later(of, gamma)
     greedy, first = stream.solvable[of], np.arange(of.shape[0])
     # As far as drafts equal the tokens that were realised they would have passed; where they part, that is all.
-    drafts = np.take_along_axis(stream.tokens[of], np.minimum(rows[hidden][:, None] + np.arange(gamma), gamma), axis=1)
+    drafts = np.take_along_axis(stream.tokens(of), np.minimum(rows[hidden][:, None] + np.arange(gamma), gamma), axis=1)
     equal = (drafts == stream.at(at)) & there
     passed = np.minimum(np.where(equal.all(axis=1), gamma, equal.argmin(axis=1)), left)
     exact = (greedy & ((passed == left) | there[first, passed])) | (left == 0)

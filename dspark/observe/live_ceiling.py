@@ -16,7 +16,8 @@ from __future__ import annotations
 import math
 import threading
 from collections import deque
-from dataclasses import replace
+from collections.abc import Sequence
+from itertools import groupby
 from typing import Any
 
 import numpy as np
@@ -25,6 +26,7 @@ from dspark.observe.ceiling import Z_SCORE, Ceiling, TrimmedSteps, tails
 from dspark.observe.hidden_steps import DRAWN, ENDED, EXACT, KNOWN, DueProbe, Judged, StepTokens, judge
 
 FOLD_STEPS = 64  # steps that wait until they are judged together
+FOLD_REQUEST_STEPS = 4096  # or so many of their requests: judging more at once would keep the device waiting
 MIN_PROBES = 8  # before their mean stands for other steps
 _COLUMNS = 3
 
@@ -135,6 +137,7 @@ class LiveCeiling:
         self._steps: list[StepTokens] = []  # not judged yet, oldest first
         self._old = 0  # of these, how many are from before the last ``clear``
         self._new: deque[StepTokens] = deque()  # appended to without the lock
+        self._waiting = 0  # request steps among them
         self._lock = threading.RLock()  # whoever judges or reads: the server's thread, or one that exports
         self._generation = np.full(slots, -1, np.int64)
         self._by_slot = np.zeros((slots, _COLUMNS + gamma), np.int64)
@@ -150,7 +153,8 @@ class LiveCeiling:
     def add(self, step: StepTokens) -> None:
         """Take a step whose results are on the host; its arrays are not to be changed afterwards."""
         self._new.append(step)
-        if len(self._new) >= FOLD_STEPS:
+        self._waiting += step.slots.shape[0]
+        if len(self._new) >= FOLD_STEPS or self._waiting >= FOLD_REQUEST_STEPS:
             with self._lock:
                 self._fold()
 
@@ -163,6 +167,7 @@ class LiveCeiling:
     def _fold(self) -> None:
         """Judge all steps but the last G - 1, whose left-out drafts could still be realised."""
         self._steps += [self._new.popleft() for _ in range(len(self._new))]
+        self._waiting = 0
         count = len(self._steps) - (self._gamma - 1)
         for first, sums in ((min(self._old, count), _Sums(self._gamma)), (count - self._old, self._sums)):
             if first <= 0:
@@ -183,7 +188,10 @@ class LiveCeiling:
         slots = judged.slots[own]  # in order: one run per slot
         if slots.size:
             starts = np.flatnonzero(np.diff(slots, prepend=-1))
-            self._by_slot[slots[starts]] += np.add.reduceat(_columns(judged, self._gamma)[own], starts, axis=0)
+            found = np.add.reduceat(_columns(judged)[:, own], starts, axis=1)
+            self._by_slot[slots[starts], :_COLUMNS] += found.T
+            open_ = own & _open(judged)
+            np.add.at(self._by_slot, (judged.slots[open_], _COLUMNS + judged.left_out[open_]), 1)
 
     def request(self, slot: int) -> dict[str, Any]:
         """The ceiling of all steps with a draft of the request that has ``slot``; keys are stable.
@@ -191,14 +199,15 @@ class LiveCeiling:
         ``low`` and ``high`` are certain: steps that are not solved enter with their fewest and their most tokens.
         ``middle`` has the server's mean for them, and is None where the server does not know it (yet).
         """
-        with self._lock:
-            self._fold()
-            rest = [part for step in self._steps if (part := _of_slot(step, slot)) is not None]
-            generation = int(rest[-1].generations[0]) if rest else int(self._generation[slot])
-            rest = [part for part in rest if part.generations[0] == generation]
+        with self._lock:  # the steps of this request alone: to judge all that wait for each that ends would cost more
+            generation, rest = _of_slot([*self._steps, *self._new], slot)
+            if not rest:
+                generation = int(self._generation[slot])
             sums = self._by_slot[slot] * (generation == self._generation[slot])
             if rest:
-                sums = sums + _columns(judge(rest, len(rest), self._gamma), self._gamma).sum(axis=0)
+                judged = judge(rest, len(rest), self._gamma)
+                unsolved = np.bincount(judged.left_out[_open(judged)], minlength=self._gamma)
+                sums = sums + np.concatenate([_columns(judged).sum(axis=1), unsolved])
             mean = self._sums.means()
         solved, tokens, hidden, others = int(sums[0]), int(sums[1]), int(sums[2]), sums[_COLUMNS:]
         left_out = np.flatnonzero(others)
@@ -241,17 +250,36 @@ class LiveCeiling:
             }
 
 
-def _columns(judged: Judged, gamma: int) -> np.ndarray:
-    """[N, 3 + G] int64: solved, least ceiling, hidden; then which number of drafts is left out of an unsolved one."""
-    open_ = (judged.state == DRAWN) | (judged.state == ENDED)
-    left_out = (judged.left_out[:, None] == np.arange(gamma)) & open_[:, None]
-    return np.column_stack([~open_, judged.tokens(), judged.state != KNOWN, left_out]).astype(np.int64)
+def _open(judged: Judged) -> np.ndarray:
+    """[N] bool: not solved."""
+    return (judged.state == DRAWN) | (judged.state == ENDED)
 
 
-def _of_slot(step: StepTokens, slot: int) -> StepTokens | None:
-    """The part of a step that is of ``slot``."""
-    at = np.flatnonzero(step.slots == slot)
-    if not at.size:
-        return None
-    names = ("slots", "generations", "rows", "accepted", "tokens", "greedy")
-    return replace(step, **{name: getattr(step, name)[at] for name in names}, chances=None, probe=None)
+def _columns(judged: Judged) -> np.ndarray:
+    """[3, N] int64: solved, least ceiling, hidden."""
+    return np.stack([~_open(judged), judged.tokens(), judged.state != KNOWN]).astype(np.int64)
+
+
+def _of_slot(steps: Sequence[StepTokens], slot: int) -> tuple[int, list[StepTokens]]:
+    """The last request that had ``slot``: its generation and its part of the steps, those of a kind in one."""
+    places: list[tuple[StepTokens, int]] = []
+    before, at = None, -1
+    for step in steps:
+        if step.slots is not before:  # a batch that goes on brings the very same array
+            before, found = step.slots, np.flatnonzero(step.slots == slot)
+            at = int(found[0]) if found.size else -1
+        if at >= 0:
+            places.append((step, at))
+    if not places:
+        return -1, []
+    generation = int(places[-1][0].generations[places[-1][1]])
+    places = [(step, at) for step, at in places if step.generations[at] == generation]
+    parts = []
+    for (drafted, whole), run in groupby(places, lambda place: (place[0].drafted, place[0].whole)):
+        held = list(run)
+        slots, generations, rows, accepted, tokens, greedy = (
+            np.array([getattr(step, name)[at] for step, at in held])
+            for name in ("slots", "generations", "rows", "accepted", "tokens", "greedy")
+        )
+        parts.append(StepTokens(slots, generations, drafted, rows, accepted, tokens, greedy, None, None, whole))
+    return generation, parts
