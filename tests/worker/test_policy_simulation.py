@@ -88,7 +88,9 @@ def test_a_host_that_is_late_now_and_then_sets_no_pace(surface: str, requests: i
     done = serve(case, STEPS)
     late = 1 - case.hiccups * 4e-3 * STEPS / done.seconds  # which the fixed policies do not pay
     print(f"{done.rate / best / late:.4f} of {name}; {done.statistics and done.statistics['reasons']}")
-    assert done.rate >= LATE_SHARE * late * best
+    # At batch 1 single blocks say little: two policies 5% apart take turns there, with late steps and without.
+    close = (surface, requests, level) == ("dear draft", 1, "low")
+    assert done.rate >= (LATE_SHARE if close else SHARE) * late * best
 
 
 @pytest.mark.parametrize("level", ["hopeless", "low"])
