@@ -3,7 +3,8 @@
 A trimmed step verifies the likeliest drafts of the batch, which are hardly ever the last ones of a block. After the
 backbone each draft costs the same, a row of the LM head, a product of the sequential head and a draw, so a step stops
 drawing where that saves more time than it loses tokens. The backbone still runs on the whole block: what is drawn, and
-from which distribution, is bit for bit what a full block begins with. The last row of a window tests the draft behind
+from which distribution, is what a full block begins with (up to rounding: a GPU may multiply another number of rows in
+another order). The last row of a window tests the draft behind
 it, so of ``depth`` drafts all but the last may be verified: K <= R * (depth - 1).
 
 Like the budget, the depth is chosen from survivals two steps old, so no draft influences whether it is drawn.
