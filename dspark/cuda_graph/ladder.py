@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import bisect
+from collections.abc import Sequence
 
 import numpy as np
 
@@ -26,6 +27,11 @@ def tier_ladder(max_requests: int, window: int) -> np.ndarray:
         if tier < largest:
             tiers.append(tier)
     return np.array([*tiers, largest], dtype=np.int64)
+
+
+def full_window_tiers(tiers: Sequence[int], window: int) -> list[int]:
+    """Those of some tiers that hold the full window of one request: of others a graph would read past its rows."""
+    return [tier for tier in tiers if tier >= window]
 
 
 def slot_ladder(max_requests: int) -> list[int]:

@@ -17,7 +17,7 @@ from tqdm import tqdm
 
 from dspark.config import Settings, VerifyMode
 from dspark.cuda_graph.capture import CudaGraphs, EagerGraphs, GraphSet
-from dspark.cuda_graph.ladder import slot_ladder, smallest_at_least, thinned, tier_ladder
+from dspark.cuda_graph.ladder import full_window_tiers, slot_ladder, smallest_at_least, thinned, tier_ladder
 from dspark.cuda_graph.static import StepBuffers
 from dspark.cuda_graph.timing import StepTimer, seconds_per_call, worth_keeping
 from dspark.drafter.heads import ConfidenceScale, VanillaMarkovHead
@@ -76,7 +76,7 @@ class StepGraphs:
         self._spec, self._target, self._tp_size = spec, target, tp_size
         self._tiers, self._slots = list(tiers), slot_ladder(max_requests)
         self._full_windows = full_windows = mode == "cap-accept"
-        self._captured = [tier for tier in tiers if not full_windows or tier >= spec.window]
+        self._captured = full_window_tiers(tiers, spec.window) if full_windows else list(tiers)
         device = torch.device(target.device)
         self._device = device
         self.buffers = StepBuffers(max_requests, spec.window, device)
@@ -127,22 +127,23 @@ class StepGraphs:
     @torch.inference_mode()
     def seconds_of(self, point: Point) -> float:
         """Time one part of a step on requests 1..R of the host's slot table, which nobody uses yet."""
-        places = torch.arange(1, point.requests + 1, dtype=torch.int64, device=self._device)
-        lengths = torch.full_like(places, point.context)
-        self.buffers.stage(places, torch.ones_like(places), lengths, point.rows - point.requests)
+        self._stage_alone(point.requests, point.context, point.rows - point.requests)
         if point.part == "verify":  # what it verifies, and what it knows of the slot table
             self._graphs.replay(("draft", smallest_at_least(self._slots, point.requests), "greedy"))
         replay = partial(self._graphs.replay, (point.part, point.size, "greedy"))
         return seconds_per_call(replay, self._device)
 
     @torch.inference_mode()
-    def saved_by_depth(self, slots: int, context: int) -> list[float]:
+    def saved_by_depth(self, slots: int) -> list[float]:
         """Seconds that a draft of each of ``depths`` takes less than a whole one, requests 1..slots as above."""
-        places = torch.arange(1, slots + 1, dtype=torch.int64, device=self._device)
-        self.buffers.stage(places, torch.ones_like(places), torch.full_like(places, context), 0)
+        self._stage_alone(slots, 0, 0)
         keys = [("draft", slots, "greedy"), *(("draft", slots, "greedy", depth) for depth in self.depths)]
         whole, *parts = [seconds_per_call(partial(self._graphs.replay, key), self._device) for key in keys]
         return [max(whole - part, 0.0) for part in parts]
+
+    def _stage_alone(self, requests: int, context: int, drafts: int) -> None:
+        places = torch.arange(1, requests + 1, dtype=torch.int64, device=self._device)
+        self.buffers.stage(places, torch.ones_like(places), torch.full_like(places, context), drafts)
 
     def prune(self, cost: CostModel) -> None:
         """Drop the tiers that make a step of one request no cheaper than the next one does."""
@@ -150,6 +151,7 @@ class StepGraphs:
         self._tiers = worth_keeping(step)
         self.pruned = sorted(step.keys() - set(self._tiers))
         for tier in set(self.pruned).intersection(self._captured):
+            self._captured.remove(tier)
             for kind in _KINDS:
                 self._graphs.discard(("verify", tier, kind))
         logger.info(
@@ -200,7 +202,7 @@ class StepGraphs:
     @property
     def captured(self) -> list[int]:
         """Those of them that have graphs."""
-        return [tier for tier in self._tiers if tier in self._captured]
+        return self._captured
 
     @property
     def slots(self) -> list[int]:

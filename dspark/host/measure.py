@@ -143,7 +143,7 @@ def measured_depths(graphs: StepGraphs, target: ModelRunner, draft: ModelRunner)
     seconds = []
     for size in tqdm(slots, desc="dspark: timing drafts", disable=not table.is_cuda):
         with lent_slots(table, size, min(_DEPTH_CONTEXT, int(table.shape[1])), pool):
-            seconds.append(graphs.saved_by_depth(size, 0))
+            seconds.append(graphs.saved_by_depth(size))
     if not slots:
         return None
     saved = np.array(seconds)

@@ -24,7 +24,7 @@ from dspark.errors import ConfigError
 from dspark.scheduler.cost import pad_to_tier
 from dspark.scheduler.refine import Correction
 from dspark.scheduler.tier_costs import TierCosts, TierRow
-from dspark.scheduler.trust import Promise, believed, promise
+from dspark.scheduler.trust import Promise, promise
 
 _LEAST_LOSS = 0.05  # of a step: the least that a visit is taken to cost
 KNOWN = 2.0  # samples near a tier below which it is due for a visit
@@ -124,7 +124,6 @@ def plan(
     *,
     context_tokens: float = 0.0,
     informed: bool = True,
-    theta: float = 1.0,
     doubt: float = 0.0,
 ) -> BudgetPlan:
     """Choose budget and tier of a step from survivals two steps old.
@@ -132,19 +131,20 @@ def plan(
     The budget fills its tier: padding is paid anyway. Of tiers with the same tau / seconds the smallest is taken.
 
     Args:
-        survival: [R, G] float32 of the requests of this step, see ``history.lookup``; rows non-increasing, no NaN.
+        survival: [R, G] float32 of the requests of this step, see ``history.lookup``, as they are believed
+            (``trust.believed``); rows non-increasing, no NaN.
         costs: seconds of a step per tier.
         policy, state: settings, and what the plan before has left.
         context_tokens: C of this step or of at most two steps ago.
         informed: ``Lookup.informed``; the prior alone switches the draft neither off nor on.
-        theta, doubt: how far the survivals can be believed (``Trust``), and how sure that is; 1, 0: as they are.
+        doubt: how unsure it is how far confidences can be believed (``Trust``); 0: not at all.
     """
     requests, gamma = survival.shape
     assert gamma == costs.gamma, f"survival of {gamma} drafts, costs of {costs.gamma}"
     if requests == 0:
         return BudgetPlan(False, 0, 0, 0, 0.0, 0.0, 0.0, Reason.IDLE, state)
     row = costs.row(requests)
-    order = _ranked(survival, theta)
+    order = _ranked(survival)
     tokens = _tokens(order, row, requests)
     learned = costs.correction(requests, context_tokens)
     seconds = _seconds(row, costs, learned, context_tokens)
@@ -178,9 +178,9 @@ def plan(
     )
 
 
-def _ranked(survival: np.ndarray, theta: float) -> np.ndarray:
-    """[R * G] float32: the survivals as they are believed, negated: ascending negatives are descending survivals."""
-    order = np.negative(believed(survival, theta), dtype=np.float32).ravel()
+def _ranked(survival: np.ndarray) -> np.ndarray:
+    """[R * G] float32: the survivals negated: ascending negatives are descending survivals."""
+    order = np.negative(survival, dtype=np.float32).ravel()
     order.sort()
     return order
 

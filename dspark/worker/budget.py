@@ -121,9 +121,7 @@ class BudgetScheduler:
         if self._learner is None or not self.schedules:
             return None
         budget, requests = self._budget_of_step, self._requests[0].shape[0]
-        return self._learner.note(
-            budget.draft, requests, budget.tier, self._context_tokens, self._saved_seconds if budget.depth else 0.0
-        )
+        return self._learner.note(budget.draft, requests, budget.tier, self._context_tokens, self._saved_seconds)
 
     def learn(self, times: Sequence[StepTime]) -> None:
         """Take the times of steps that are over, with their notes."""
@@ -150,18 +148,18 @@ class BudgetScheduler:
         self._trust.arrive(slots, generations, context_tokens)
         known = self._relay.survival(self._step, slots, generations)
         assert known.survival is not None
+        usable = believed(known.survival, self._trust.trust.theta)
         self.plan = plan(
-            known.survival,
+            usable,
             self._learner.costs,
             self._policy,
             self._state,
             context_tokens=context_tokens,
             informed=known.informed,
-            theta=self._trust.trust.theta,
             doubt=self._trust.trust.doubt,
         )
         self._state = self.plan.state
-        self._set_depth(known.survival, context_tokens)
+        self._set_depth(usable, context_tokens)
         # A probe is planned on the prior, and its acceptance is all that is learned while the draft is off.
         learns = (known.informed or self.plan.reason is Reason.PROBE) and self._pin is None
         promised = self.plan.promised if learns else None
@@ -174,7 +172,7 @@ class BudgetScheduler:
         """Where the planned step stops drawing."""
         assert self._learner is not None
         assert self.plan is not None
-        self._depth = None
+        self._depth, self._saved_seconds = None, 0.0
         if (
             self._depths is None
             or self.plan.reason is not Reason.TRIMMED
@@ -185,8 +183,7 @@ class BudgetScheduler:
             return
         requests, seconds = survival.shape[0], self.plan.predicted_seconds
         floor = self._learner.costs.floor(requests, context_tokens)
-        usable = believed(survival, self._trust.trust.theta)
-        found = choose_depth(usable, self.plan.budget, seconds, floor, self._depths)
+        found = choose_depth(survival, self.plan.budget, seconds, floor, self._depths)
         if found is None:
             return
         self._depth, self._saved_seconds = found.drafts, seconds - found.seconds
@@ -209,8 +206,7 @@ class BudgetScheduler:
         packed = self._graph_tiers is not None or (self._mode == "compact" and drafts < full)
         if self._mode == "cap-accept" or not packed:
             return StepBudget(True, drafts, requests + full, packed=False)
-        depth = None if self.plan is None else self._depth
-        return StepBudget(True, drafts, self._padded(requests + drafts), packed=True, depth=depth)
+        return StepBudget(True, drafts, self._padded(requests + drafts), packed=True, depth=self._depth)
 
     def _padded(self, rows: int) -> int:
         return rows if self._graph_tiers is None else pad_to_tier(rows, self._graph_tiers)

@@ -70,8 +70,7 @@ class ConfidenceRelay:
     def __init__(self, buffers: HostBuffers, gamma: int) -> None:
         self._buffers = buffers
         self._history = History()
-        self._transfers: dict[int, Transfer] = {}
-        self._depths: dict[int, int] = {}  # by step, of those that did not draw whole blocks
+        self._transfers: dict[int, tuple[Transfer, int | None]] = {}  # by step, with its depth
         self._prior = SurvivalPrior.initial(gamma)
         self.own_rows = 0  # requests that were planned with a confidence of their own
         self.waits = 0  # entries that were not there when they were needed
@@ -99,12 +98,9 @@ class ConfidenceRelay:
         entry = Entry(step, slots, generations, drafted=survival is not None)
         transfer = None if survival is None else self._buffers.start(step, survival)
         if transfer is not None:
-            self._transfers[step] = transfer
-            if depth is not None:
-                self._depths[step] = depth
+            self._transfers[step] = transfer, depth
         self._history = self._history.publish(entry)
         self._transfers.pop(step - RING + 1, None)
-        self._depths.pop(step - RING + 1, None)
         return transfer
 
     def survival(self, step: int, slots: np.ndarray, generations: np.ndarray) -> Lookup:
@@ -114,13 +110,14 @@ class ConfidenceRelay:
             step: number of the step being planned.
             slots, generations: [R] int64, of the requests being planned.
         """
-        transfer = self._transfers.pop(step - LAG_STEPS, None)
-        if transfer is not None:
+        sent = self._transfers.pop(step - LAG_STEPS, None)
+        if sent is not None:
+            transfer, depth = sent
             if not transfer.done():
                 self.waits += 1
                 transfer.wait()
-            values, depth = transfer.values(), self._depths.pop(step - LAG_STEPS, None)
-            self._history = self._history.arrive(step - LAG_STEPS, values if depth is None else deepened(values, depth))
+            values = transfer.values() if depth is None else deepened(transfer.values(), depth)
+            self._history = self._history.arrive(step - LAG_STEPS, values)
         found = lookup(self._history, step, slots, generations, self._prior)
         assert found.survival is not None, "the only transfer that could be late was waited for"
         self._prior = self._prior.update(found.own)

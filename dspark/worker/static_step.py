@@ -82,12 +82,9 @@ class StaticStep:
 
     def verify(self, tier: int, sampling: Sampling) -> torch.Tensor:
         """Verify the drafted block in ``tier`` rows, and commit; see :meth:`flat`."""
-        assert self._packed or tier >= self._window, f"{tier} rows for windows of {self._window}"
-        slots = self.slots_of(tier)
-        proposal = BlockProposal(self.buffers.drafts[:slots], None, None)
-        budget = StepBudget(True, self.buffers.budget, tier, packed=self._packed)
-        drafted = proposal, None
-        return self.flat(self._step.run(self._batch(slots, sampling), budget, _nobody, drafted))
+        batch = self._batch(self.slots_of(tier), sampling)
+        proposal, budget = self._drafted(batch, (True, tier))
+        return self.flat(self._step.run(batch, budget, _nobody, (proposal, None)))
 
     def plain(self, slots: int, sampling: Sampling) -> torch.Tensor:
         """Commit one token per request without a draft; see :meth:`flat`."""
@@ -126,6 +123,7 @@ class StaticStep:
         draft, size = split
         if not draft:
             return None, StepBudget(False, 0, size, packed=True)
+        assert self._packed or size >= self._window, f"{size} rows for windows of {self._window}"
         drafts = self.buffers.drafts[: batch.size]
         return BlockProposal(drafts, None, None), StepBudget(True, self.buffers.budget, size, packed=self._packed)
 

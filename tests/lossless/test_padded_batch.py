@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 
+from dspark.cuda_graph.ladder import full_window_tiers, tier_ladder
 from dspark.cuda_graph.static import StepBuffers
 from dspark.kernels.triton_accept_greedy import FlatResult
 from dspark.types import (
@@ -221,3 +222,14 @@ def test_padding_requests_change_nothing(kind: str, filters: bool, adjusted: boo
                 assert_equal(among.adjust.counts, alone.adjust.counts, f"{name}: counts")
             worlds[name] = among
         world = worlds["compact"]
+
+
+def test_a_full_window_runs_in_no_graph_that_is_too_small_for_it() -> None:
+    world = world_of("greedy", 1)
+    buffers = StepBuffers(REQUESTS, GAMMA + 1, "cpu")
+    step = FusedStep(world.draft, world.target, buffers)
+    static_step = StaticStep(step, buffers, lambda slots: None, lambda rows, kind: world.sampling, full_windows=True)
+    for run in (lambda: static_step.verify(GAMMA, "greedy"), lambda: static_step.forward((True, GAMMA))):
+        with pytest.raises(AssertionError, match=f"{GAMMA} rows for windows of {GAMMA + 1}"):
+            run()
+    assert min(full_window_tiers(tier_ladder(REQUESTS, GAMMA + 1).tolist(), GAMMA + 1)) == GAMMA + 1
