@@ -9,7 +9,6 @@ biased choice among blocks of the same survival.
 from __future__ import annotations
 
 import threading
-from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -17,11 +16,12 @@ from typing import Any
 import numpy as np
 from scipy.stats import rankdata
 
+from dspark.observe.waiting import CALIBRATION, Waiting
+
 BINS = 15  # equal ones of [0, 1], as ``dspark calibrate`` takes them
 WINDOW = 4096  # blocks per class
 CLASSES = ("greedy", "to_0.5", "to_1", "above_1")
 _BOUNDS = np.array([0.0, 0.5, 1.0])  # largest temperature of each class but the last
-_FOLD_STEPS = 64
 _TOTALS = ("judged", "censored", "predicted", "accepted")
 
 
@@ -44,28 +44,29 @@ class _Window:
     """The last blocks of a class, in a ring, and sums over all of them since the last ``clear``."""
 
     def __init__(self, gamma: int, size: int) -> None:
-        self._survival = np.zeros((size, gamma), dtype=np.float32)
-        self._counts = np.zeros((size, 2), dtype=np.int16)  # tested, accepted
+        self._survival = np.zeros((gamma, size), dtype=np.float32)
+        self._counts = np.zeros((2, size), dtype=np.int16)  # tested, accepted
         self._rows = 0
-        self._place = np.arange(1, gamma + 1)
         self.totals = np.zeros((len(_TOTALS), gamma))
 
     def add(self, survival: np.ndarray, counts: np.ndarray) -> None:
-        judged, passed = counts[:, :1] >= self._place, counts[:, 1:] >= self._place
-        self.totals += (judged.sum(0), (~judged).sum(0), np.where(judged, survival, 0).sum(0), (judged & passed).sum(0))
-        size = self._survival.shape[0]
-        survival, counts = survival[-size:], counts[-size:]
-        at = (self._rows + np.arange(survival.shape[0])) % size
-        self._survival[at], self._counts[at] = survival, counts
-        self._rows += survival.shape[0]
+        """Args: [G, N] float32, and [2, N] int16: by position, since sums over long rows cost far less."""
+        (gamma, count), size = survival.shape, self._survival.shape[1]
+        judged, accepted = (np.bincount(each, minlength=gamma + 1)[::-1].cumsum()[-2::-1] for each in counts)
+        seen = survival * (counts[0] >= np.arange(1, gamma + 1, dtype=np.int16)[:, None])
+        self.totals += (judged, count - judged, seen.sum(axis=1), accepted)
+        survival, counts = survival[:, -size:], counts[:, -size:]
+        at = (self._rows + np.arange(survival.shape[1])) % size
+        self._survival[:, at], self._counts[:, at] = survival, counts
+        self._rows += survival.shape[1]
 
     def statistics(self) -> dict[str, Any]:
-        held = min(self._rows, self._survival.shape[0])
-        survival, (tested, accepted) = self._survival[:held].astype(np.float64), self._counts[:held].T
+        held = min(self._rows, self._survival.shape[1])
+        survival, (tested, accepted) = self._survival[:, :held].astype(np.float64), self._counts[:, :held]
         positions = [
-            position_statistics(survival[tested >= place, place - 1], (accepted >= place)[tested >= place])
+            position_statistics(survival[place - 1, tested >= place], (accepted >= place)[tested >= place])
             | {"censored": int((tested < place).sum())}
-            for place in self._place.tolist()
+            for place in range(1, survival.shape[0] + 1)
         ]
         return {"blocks": held, "positions": positions}
 
@@ -123,44 +124,44 @@ class CalibrationWindows:
         size: blocks held per class.
         """
         self._gamma, self._size = gamma, size
-        self._pending: deque[BlockFacts] = deque()  # appended to without the lock
+        self._pending: Waiting[BlockFacts] = Waiting(CALIBRATION)
         self._lock = threading.RLock()  # whoever folds: the server's thread, or one that exports
         self.clear()
 
     def clear(self) -> None:
         """Forget all blocks."""
         with self._lock:
-            self._pending.clear()
+            self._pending.take()
             self._windows = [_Window(self._gamma, self._size) for _ in CLASSES]
             self._invalid = 0
 
     def add(self, facts: BlockFacts) -> None:
         """Take the blocks of one step; the arrays are not to be changed afterwards."""
-        self._pending.append(facts)
-        if len(self._pending) >= _FOLD_STEPS:
+        if self._pending.add(facts, facts.tested.shape[0]):
             with self._lock:
                 self._fold()
 
     def _fold(self) -> None:
-        steps = [self._pending.popleft() for _ in range(len(self._pending))]
-        if not steps:
+        steps = self._pending.take()
+        if not sum(step.tested.shape[0] for step in steps):
             return
-        known = [step.survival.shape[1] for step in steps]
-        survival = np.zeros((sum(step.survival.shape[0] for step in steps), self._gamma), np.float32)
+        known, sizes = [step.survival.shape[1] for step in steps], [step.survival.shape[0] for step in steps]
+        survival = np.zeros((self._gamma, sum(sizes)), np.float32)
         first = 0
-        for step, width in zip(steps, known, strict=True):
-            survival[first : first + step.survival.shape[0], :width] = step.survival
-            first += step.survival.shape[0]
+        for step, width, size in zip(steps, known, sizes, strict=True):
+            survival[:width, first : first + size] = step.survival.T
+            first += size
         pairs = [np.concatenate([getattr(step, name) for step in steps]) for name in ("tested", "accepted")]
-        most = np.repeat(known, [step.survival.shape[0] for step in steps])
-        counts = np.minimum(np.stack(pairs, axis=1), most[:, None]).astype(np.int16)
+        counts = np.minimum(np.stack(pairs), np.repeat(known, sizes)).astype(np.int16)
         kind = np.searchsorted(_BOUNDS, np.concatenate([step.temperature for step in steps]))
-        valid = ((survival >= 0) & (survival <= 1)).all(axis=1)
-        self._invalid += int((~valid).sum())
-        for number, window in enumerate(self._windows):
-            mine = valid & (kind == number)
-            if mine.any():
-                window.add(survival[mine], counts[mine])
+        if not (survival.min() >= 0 and survival.max() <= 1):  # NaN is neither
+            valid = ((survival >= 0) & (survival <= 1)).all(axis=0)
+            self._invalid += int((~valid).sum())
+            survival, counts, kind = survival[:, valid], counts[:, valid], kind[valid]
+        for number in np.flatnonzero(np.bincount(kind)).tolist():
+            mine = kind == number
+            every = bool(mine.all())
+            self._windows[number].add(*(each if every else each[:, mine] for each in (survival, counts)))
 
     def totals(self) -> dict[str, list[float]]:
         """Sums per position over all classes since the last ``clear``: judged, censored, predicted, accepted."""

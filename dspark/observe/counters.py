@@ -10,13 +10,14 @@ from __future__ import annotations
 
 import threading
 from bisect import bisect_left
-from collections import Counter, defaultdict, deque
+from collections import Counter, defaultdict
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
-FOLD_STEPS = 64  # steps that wait until they are added up
+from dspark.observe.waiting import COUNTERS, Waiting
+
 # Upper bounds of the step times that are counted, a third to a half apart: small models on a GPU to a CPU.
 STEP_BOUNDS_SECONDS = (
     *(0.001, 0.0015, 0.002, 0.003, 0.004, 0.006, 0.008, 0.012, 0.016, 0.024, 0.032, 0.048, 0.064, 0.096, 0.128),
@@ -113,7 +114,7 @@ class StepCounters:
         self._by_slot = np.zeros((slots, self._size * self._size), dtype=np.int32)
         self._plain_by_slot = np.zeros(slots, dtype=np.int32)
         self._generation = np.full(slots, -1, dtype=np.int64)
-        self._pending: deque[tuple[StepFacts, StepCounts, float]] = deque()  # appended to without the lock
+        self._pending: Waiting[tuple[StepFacts, StepCounts, float]] = Waiting(COUNTERS)
         self._lock = threading.RLock()  # whoever adds up or reads: the server's thread, or one that exports
         self._zero()
 
@@ -146,14 +147,13 @@ class StepCounters:
             facts, counts: of the step; not to be changed afterwards.
             now: seconds on a monotonic clock, when its results were there.
         """
-        self._pending.append((facts, counts, now))
-        if len(self._pending) >= FOLD_STEPS:
+        if self._pending.add((facts, counts, now), facts.slots.shape[0]):
             self._fold()
 
     def _fold(self) -> None:
         """Add up the steps that wait."""
         with self._lock:
-            self._fold_steps([self._pending.popleft() for _ in range(len(self._pending))])
+            self._fold_steps(self._pending.take())
 
     def _fold_steps(self, steps: list[tuple[StepFacts, StepCounts, float]]) -> None:
         for facts, _, _ in steps:

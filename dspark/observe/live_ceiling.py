@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import math
 import threading
-from collections import deque
 from collections.abc import Sequence
 from itertools import groupby
 from typing import Any
@@ -24,9 +23,8 @@ import numpy as np
 
 from dspark.observe.ceiling import Z_SCORE, Ceiling, TrimmedSteps, tails
 from dspark.observe.hidden_steps import DRAWN, ENDED, EXACT, KNOWN, DueProbe, Judged, StepTokens, judge
+from dspark.observe.waiting import CEILING, Waiting
 
-FOLD_STEPS = 64  # steps that wait until they are judged together
-FOLD_REQUEST_STEPS = 4096  # or so many of their requests: judging more at once would keep the device waiting
 MIN_PROBES = 8  # before their mean stands for other steps
 _COLUMNS = 3
 
@@ -136,8 +134,7 @@ class LiveCeiling:
         self._gamma = gamma
         self._steps: list[StepTokens] = []  # not judged yet, oldest first
         self._old = 0  # of these, how many are from before the last ``clear``
-        self._new: deque[StepTokens] = deque()  # appended to without the lock
-        self._waiting = 0  # request steps among them
+        self._new: Waiting[StepTokens] = Waiting(CEILING)
         self._lock = threading.RLock()  # whoever judges or reads: the server's thread, or one that exports
         self._generation = np.full(slots, -1, np.int64)
         self._by_slot = np.zeros((slots, _COLUMNS + gamma), np.int64)
@@ -152,22 +149,19 @@ class LiveCeiling:
 
     def add(self, step: StepTokens) -> None:
         """Take a step whose results are on the host; its arrays are not to be changed afterwards."""
-        self._new.append(step)
-        self._waiting += step.slots.shape[0]
-        if len(self._new) >= FOLD_STEPS or self._waiting >= FOLD_REQUEST_STEPS:
+        if self._new.add(step, step.slots.shape[0]):
             with self._lock:
                 self._fold()
 
     def interrupt(self) -> None:
         """Forget the steps that are not judged: steps will be missing between them and the next one."""
         with self._lock:
-            self._new.clear()
+            self._new.take()
             self._steps, self._old = [], 0
 
     def _fold(self) -> None:
         """Judge all steps but the last G - 1, whose left-out drafts could still be realised."""
-        self._steps += [self._new.popleft() for _ in range(len(self._new))]
-        self._waiting = 0
+        self._steps += self._new.take()
         count = len(self._steps) - (self._gamma - 1)
         for first, sums in ((min(self._old, count), _Sums(self._gamma)), (count - self._old, self._sums)):
             if first <= 0:
@@ -200,7 +194,7 @@ class LiveCeiling:
         ``middle`` has the server's mean for them, and is None where the server does not know it (yet).
         """
         with self._lock:  # the steps of this request alone: to judge all that wait for each that ends would cost more
-            generation, rest = _of_slot([*self._steps, *self._new], slot)
+            generation, rest = _of_slot([*self._steps, *self._new.steps], slot)
             if not rest:
                 generation = int(self._generation[slot])
             sums = self._by_slot[slot] * (generation == self._generation[slot])

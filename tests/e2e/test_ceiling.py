@@ -34,15 +34,17 @@ def server(
         yield running
 
 
-def ask_all(server: ServerProcess, new_tokens: int, **sampling: Any) -> list[dict[str, Any]]:
+def ask_all(server: ServerProcess, new_tokens: int, turn: int = 0, **sampling: Any) -> list[dict[str, Any]]:
+    """Answers to all prompts; the first turn forgets what the server recorded before."""
+
     def ask(number: int) -> dict[str, Any]:
         own = {"max_new_tokens": new_tokens + number, "ignore_eos": number % 3 > 0 or new_tokens > 100, **sampling}
         if number % 2 and sampling["temperature"]:
             own["top_p"] = 0.95
-        body = {"text": PROMPTS[number % len(PROMPTS)].text, "sampling_params": own, "rid": f"{number}"}
+        body = {"text": PROMPTS[number % len(PROMPTS)].text, "sampling_params": own, "rid": f"{turn}-{number}"}
         return requests.post(server.url + "/generate", json=body, timeout=900).json()
 
-    assert set_state(server, dspark_clear_info_records=True)
+    assert turn or set_state(server, dspark_clear_info_records=True)
     with ThreadPoolExecutor(4) as clients:
         return list(clients.map(ask, range(ANSWERS)))
 
@@ -115,14 +117,21 @@ def test_greedy_requests_are_exact(server: ServerProcess) -> None:
 
 def test_probes_of_sampled_requests_agree_with_what_was_realised(server: ServerProcess) -> None:
     """So cold that a draft passes if it is the target's choice, in law as in fact; the server only knows the law."""
-    answers = ask_all(server, 260, temperature=0.01)
-    estimate, _, judged = recorded(server)
-    assert sum(estimate["probes"]) >= MIN_PROBES
+    answers: list[dict[str, Any]] = []
+    for turn in range(4):  # how many steps hide something, and are probed, depends on how requests meet
+        answers += ask_all(server, 260, turn, temperature=0.01)
+        estimate, _, judged = recorded(server)
+        if sum(estimate["probes"]) >= 2 * MIN_PROBES:
+            break
+    assert sum(estimate["probes"]) >= 2 * MIN_PROBES
     counted = [step for step in judged if not step.hidden or not step.left_out or step.complete]
     truth = sum(step.ceiling or 0 for step in counted)
     assert estimate["steps"] == len(counted)
-    assert estimate["low"] <= truth <= estimate["high"]
-    assert estimate["middle"] == pytest.approx(truth, rel=0.05)
+    # Some twenty probes speak for 370 hidden steps. Half of the interval is 1.96 standard errors, so twice that is
+    # missed in one of 10,000 runs. What the hidden steps committed is a quarter less than the truth.
+    half = (estimate["high"] - estimate["low"]) / 2
+    assert half < 0.2 * truth
+    assert abs(estimate["middle"] - truth) <= 2 * half
     assert truth > 1.1 * estimate["committed"]
     for answer in answers:
         own = answer["meta_info"]["dspark"]["ceiling"]

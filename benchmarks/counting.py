@@ -1,0 +1,114 @@
+"""Time that counting takes of the host's step on one CPU core: counters, calibration and ceiling.
+
+    python -m benchmarks.counting [--steps 4000] [--gamma 7] [--out result.json]
+
+Each part is fed the same random steps of R greedy requests, two thirds of them trimmed, as a server feeds it when their
+results are there. Steps wait and are added up together, so a part's mean per step says what it takes, and its longest
+call how long the device may have to wait for its next step. Microseconds; the last line is JSON.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from benchmarks import machine
+from dspark.observe.calibration import BlockFacts, CalibrationWindows
+from dspark.observe.counters import StepCounters, StepCounts, StepFacts
+from dspark.observe.hidden_steps import StepTokens
+from dspark.observe.live_ceiling import LiveCeiling
+
+REQUESTS = (1, 8, 32, 64, 128, 256)
+VOCABULARY = 64  # small, so that drafts and later tokens agree now and then
+WARM_UP = 512  # steps
+
+
+@dataclass(frozen=True)
+class Step:
+    """What the three parts are told of one step."""
+
+    facts: StepFacts
+    counts: StepCounts
+    blocks: BlockFacts
+    tokens: StepTokens
+
+
+def step(iteration: int, requests: int, gamma: int, rng: np.random.Generator) -> Step:
+    """A random step of ``requests`` requests."""
+    slots, generations = np.arange(requests), np.ones(requests, np.int64)
+    trimmed = rng.random(requests) < 2 / 3
+    rows = np.where(trimmed, rng.integers(1, gamma + 1, requests), gamma + 1)
+    tested = np.minimum(rows, gamma)
+    accepted = np.minimum(rng.geometric(0.3, requests) - 1, tested)
+    survival = np.multiply.accumulate(rng.beta(4, 1.5, (requests, gamma)), axis=1).astype(np.float32)
+    tokens = rng.integers(0, VOCABULARY, (requests, gamma + 1))
+    forwarded = int(rows.sum())
+    return Step(
+        StepFacts(iteration, slots, generations, True, int(tested.sum()), forwarded, "plan", None, 0.01),
+        StepCounts(rows, accepted),
+        BlockFacts(survival, tested, accepted, np.zeros(requests)),
+        StepTokens(slots, generations, True, rows, accepted, tokens, np.ones(requests, bool), None),
+    )
+
+
+def timed(add: Callable[[Step], None], steps: Sequence[Step]) -> dict[str, float]:
+    """Microseconds per step, and of the longest one: the shortest of four parts' longest, since others run as well."""
+    for one in steps[:WARM_UP]:
+        add(one)
+    times = np.empty(len(steps) - WARM_UP)
+    for index, one in enumerate(steps[WARM_UP:]):
+        start = time.perf_counter()
+        add(one)
+        times[index] = time.perf_counter() - start
+    longest = min(part.max() for part in np.array_split(times, 4))
+    return {"mean": round(float(times.mean()) * 1e6, 2), "longest": round(float(longest) * 1e6, 1)}
+
+
+def measure(requests: int, gamma: int, count: int) -> dict[str, Any]:
+    """One row of the table."""
+    rng = np.random.default_rng(requests)
+    steps = [step(iteration, requests, gamma, rng) for iteration in range(WARM_UP + count)]
+    counters, windows = StepCounters(gamma, requests), CalibrationWindows(gamma)
+    ceiling = LiveCeiling(gamma, requests)
+    parts: dict[str, Callable[[Step], None]] = {
+        "counters": lambda one: counters.add(one.facts, one.counts, 0.01 * one.facts.iteration),
+        "calibration": lambda one: windows.add(one.blocks),
+        "ceiling": lambda one: ceiling.add(one.tokens),
+    }
+
+    def all_of(one: Step) -> None:
+        for add in parts.values():
+            add(one)
+
+    return {"requests": requests} | {name: timed(add, steps) for name, add in (parts | {"all": all_of}).items()}
+
+
+def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
+    """Measure, print a table, and the result as the last line."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--steps", type=int, default=4000)
+    parser.add_argument("--gamma", type=int, default=7)
+    parser.add_argument("--out", type=Path)
+    args = parser.parse_args(argv)
+    rows = [measure(requests, args.gamma, args.steps) for requests in REQUESTS]
+    names = [name for name in rows[0] if name != "requests"]
+    print(f"{'R':>4} " + " ".join(f"{name:>11} {'longest':>8}" for name in names) + "   microseconds per step")
+    for row in rows:
+        cells = " ".join(f"{row[name]['mean']:>11.1f} {row[name]['longest']:>8.0f}" for name in names)
+        print(f"{row['requests']:>4} {cells}")
+    result = {"benchmark": "counting", "gamma": args.gamma, "rows": rows, "machine": machine.describe()}
+    if args.out is not None:
+        args.out.write_text(json.dumps(result, indent=1) + "\n")
+    print(json.dumps(result))
+    return result
+
+
+if __name__ == "__main__":
+    main()
