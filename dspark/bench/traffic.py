@@ -6,7 +6,6 @@ import itertools
 import json
 import time
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -14,6 +13,7 @@ from typing import Any
 import requests
 from requests.adapters import HTTPAdapter
 
+from dspark.bench.clients import client_threads
 from dspark.demo.server import stream_pieces
 from dspark.errors import ConfigError, HostError
 
@@ -117,9 +117,11 @@ class Client:
         self._url = url.rstrip("/")
         self._http = requests.Session()
         self._http.mount("http://", HTTPAdapter(pool_maxsize=concurrency))
+        self._closed = False
 
     def close(self) -> None:
-        """Close the connections."""
+        """Close the connections; an answer on its way ends with its next piece."""
+        self._closed = True
         self._http.close()
 
     def ask(self, request: Request) -> Sample:
@@ -143,6 +145,8 @@ class Client:
                 if answer.status_code != 200:
                     raise HostError(f"found HTTP {answer.status_code} of {self._url + path}: {answer.text[:1000]}")
                 for piece in stream_pieces(answer):
+                    if self._closed:  # leaving the answer makes the server give up on the request
+                        raise HostError(f"found an interrupt while {self._url} was answering")
                     if first is None and _text_of(piece):
                         first = time.perf_counter() - started
                     tokens = (piece.get("usage") or {}).get("completion_tokens", tokens)
@@ -173,7 +177,7 @@ def run_load(
     """
     client = Client(url, concurrency)
     try:
-        with ThreadPoolExecutor(concurrency) as clients:
+        with client_threads(concurrency) as clients:
             started = time.perf_counter()
             samples = []
             for done, sample in enumerate(clients.map(client.ask, jobs), start=1):

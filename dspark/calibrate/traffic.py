@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import uuid
 import zlib
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
+from concurrent.futures import FIRST_EXCEPTION, wait
 from threading import Event, Lock
 from typing import Any
 
 import requests
 from requests.adapters import HTTPAdapter
 
+from dspark.bench.clients import client_threads
 from dspark.config import COLLECT_VARIABLE, MODE_VARIABLE
 from dspark.errors import ConfigError, HostError
 
@@ -44,6 +46,7 @@ class Traffic:
         self._http.mount("http://", HTTPAdapter(pool_maxsize=concurrency + 1))
         self._name = uuid.uuid4().hex[:8]  # the server may hold blocks of an earlier run
         self.prompt_of: dict[int, int] = {}  # CRC-32 of a request's id -> prompt
+        self._open: set[str] = set()  # ids of requests on their way
 
     def server(self) -> tuple[dict[str, Any], dict[str, Any]]:
         """What ``/server_info`` says, and the worker's part of it. Blocks that the server holds are then on its disk.
@@ -81,7 +84,7 @@ class Traffic:
                     return
                 self._ask(job, temperature)
 
-        with ThreadPoolExecutor(self._concurrency) as clients:
+        with client_threads(self._concurrency) as clients:
             futures = [clients.submit(client) for _ in range(self._concurrency)]
             try:
                 waiting = True
@@ -91,6 +94,10 @@ class Traffic:
                     show(found)
                     failed = any(future.exception() is not None for future in done)
                     waiting = found < blocks and bool(open_) and not failed
+            except BaseException:
+                stop.set()
+                self._abort()
+                raise
             finally:
                 stop.set()
         for future in futures:
@@ -113,7 +120,17 @@ class Traffic:
             "temperature": temperature,
             "rid": rid,
         }
-        self._request("POST", "/v1/chat/completions", body)
+        self._open.add(rid)
+        try:
+            self._request("POST", "/v1/chat/completions", body)
+        finally:
+            self._open.discard(rid)
+
+    def _abort(self) -> None:
+        """Have the server give up on what is on its way, which may take minutes otherwise."""
+        for rid in list(self._open):
+            with contextlib.suppress(HostError):
+                self._request("POST", "/abort_request", {"rid": rid})
 
     def _collected(self) -> int:
         return int(self.server()[1]["collected_blocks"])

@@ -109,6 +109,15 @@ def test_clients_are_as_many_as_asked_and_never_pause(server: FakeServer) -> Non
     assert {body["messages"][0]["content"] for _, body in server.bodies} == {f"p{i}" for i in range(12)}
 
 
+def test_an_interrupt_sends_nothing_more(server: FakeServer) -> None:
+    def interrupt(done: int) -> None:
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        run_load(server.url, [Request(f"p{i}", 9, 0.5, True) for i in range(500)], 4, interrupt)
+    assert len(server.bodies) < 100
+
+
 def test_raw_prompts_go_to_completions(server: FakeServer) -> None:
     run_load(server.url, [Request("as it is", 1, 0, False)], 1)
     path, body = server.bodies[0]

@@ -6,7 +6,7 @@ import json
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
-from threading import Lock, Thread
+from threading import Event, Lock, Thread
 from typing import Any
 
 import pytest
@@ -26,6 +26,9 @@ class FakeServer(ThreadingHTTPServer):
         super().__init__(("127.0.0.1", 0), Handler)
         self.record: dict[str, Any] = {"mode": "static", "collected_blocks": 5}
         self.lock, self.status, self.bodies = Lock(), 200, []
+        self.aborted: list[str] = []
+        self.answers = Event()  # unset: no answer before every request was aborted
+        self.answers.set()
 
     @property
     def url(self) -> str:
@@ -50,9 +53,16 @@ class Handler(BaseHTTPRequestHandler):
 
     def do_POST(self) -> None:
         body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        if self.path == "/abort_request":
+            self.server.aborted.append(body["rid"])
+            if len(self.server.aborted) == len(self.server.bodies):
+                self.server.answers.set()
+            self.answer(200, {})
+            return
         with self.server.lock:
             self.server.bodies.append(body)
             self.server.record["collected_blocks"] += 10
+        self.server.answers.wait()
         self.answer(self.server.status, {})
 
 
@@ -118,3 +128,18 @@ def test_a_server_that_fails_ends_the_run(server: FakeServer) -> None:
     server.status = 500
     with pytest.raises(HostError, match="HTTP 500"):
         Traffic(server.url, ["a?"], concurrency=2, tokens=7).run(1.0, 10_000, lambda count: None)
+
+
+def test_an_interrupt_aborts_what_is_on_its_way(server: FakeServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else Ctrl-C would wait for all answers, minutes of them."""
+    monkeypatch.setattr("dspark.calibrate.traffic._LOOK_SECONDS", 0.01)
+    server.answers.clear()
+
+    def interrupt(count: int) -> None:
+        if len(server.bodies) == 3:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        Traffic(server.url, ["a?"], concurrency=3, tokens=7).run(1.0, 10_000, interrupt)
+    assert server.answers.wait(60)
+    assert sorted(server.aborted) == sorted(body["rid"] for body in server.bodies)
