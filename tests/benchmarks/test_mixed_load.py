@@ -116,7 +116,9 @@ def test_the_watch_weighs_the_processes_of_a_session() -> None:
         assert child.stdout.readline() == "ready\n"
         assert processes(child.pid) == {child.pid: "launcher"}
         with MemoryWatch(child.pid) as watch:
-            time.sleep(2.5)
+            deadline = time.monotonic() + 60
+            while len(watch.samples) < 2 and time.monotonic() < deadline:  # one a second
+                time.sleep(0.1)
         child.communicate("\n")
     found = watch.first_and_last()
     assert found["first"]["launcher_mib"] > 64
