@@ -68,11 +68,16 @@ def device_args(device: str, dtype: str | None = None) -> list[str]:
     return [*args, "--attention-backend", "fa3"]
 
 
-def free_port() -> int:
-    """A TCP port of the loopback interface that nothing listens on at this moment."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
+def held_port() -> socket.socket:
+    """A socket that keeps a free TCP port of the loopback interface from everybody but a server, until it is closed.
+
+    A server takes tens of seconds to listen. A port that was only looked up may meanwhile go to another server, or to
+    an end of some connection. This socket does not listen, so one that sets SO_REUSEADDR, as servers do, still can.
+    """
+    holder = socket.socket()
+    holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    holder.bind(("127.0.0.1", 0))
+    return holder
 
 
 def stream_pieces(response: requests.Response) -> Iterator[dict[str, Any]]:
@@ -123,11 +128,13 @@ class ServerProcess:
             timeout_seconds: longest wait for the first answer.
             progress: called while waiting.
         """
-        self.port = port or free_port()
+        self._held = held_port(), held_port()
+        free, store = (int(one.getsockname()[1]) for one in self._held)  # the store of torch.distributed is late, too
+        self.port = port or free
         self.url = f"http://127.0.0.1:{self.port}"
         self.log_path = log_path or _new_log_path()
         self.pid: int | None = None
-        self._command = [sys.executable, "-m", "sglang.launch_server", *args]
+        self._command = [sys.executable, "-m", "sglang.launch_server", "--nccl-port", str(store), *args]
         self._command += ["--host", "127.0.0.1", "--port", str(self.port)]
         self._env = {**_DEFAULT_ENV, **os.environ, "HF_HUB_OFFLINE": "1", "PYTHONUNBUFFERED": "1", **(env or {})}
         self._timeout_seconds = timeout_seconds
@@ -147,6 +154,8 @@ class ServerProcess:
         with contextlib.ExitStack() as stack:
             stack.enter_context(ending_signals_raise())
             stack.callback(self._http.close)
+            for one in self._held:
+                stack.callback(one.close)
             stack.callback(self._stop)
             self._start()
             self._wait_until_ready()

@@ -115,7 +115,15 @@ def steps_of(server: ServerProcess, rid: str) -> list[dict[str, Any]]:
     ]
 
 
+def settle(server: ServerProcess) -> None:
+    """Under overlap one more step runs behind the end of the last answer. Its results are taken after the next look at
+    the queue, so they are counted when a second question is answered; this is the first."""
+    record(server)
+
+
 def set_state(server: ServerProcess, **state: Any) -> bool:
     """Whether the server accepted an internal state."""
+    if "dspark_clear_info_records" in state:
+        settle(server)  # or that step would be forgotten in the records and then counted
     done = requests.post(server.url + "/set_internal_state", json={"server_args": state}, timeout=60)
     return done.json() == [True]

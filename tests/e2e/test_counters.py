@@ -15,7 +15,7 @@ import requests
 from dspark.__main__ import main
 from dspark.demo.server import ServerProcess
 from dspark.observe.records import fetch
-from tests.e2e.conftest import DSPARK, cost_table, record, serve, set_state
+from tests.e2e.conftest import DSPARK, cost_table, record, serve, set_state, settle
 from tests.observe.test_dashboard import DASHBOARD
 from tests.report.cases import embedded
 
@@ -30,6 +30,7 @@ PROMPTS = [
 @pytest.fixture(scope="module")
 def server(target: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
     flags = ["--enable-metrics", "--max-running-requests", "8", *cost_table(tmp_path_factory.mktemp("counters"))]
+    flags += ["--decode-log-interval", "8"]  # steps; there are about 60, fewer if sampled answers end early
     env = {"SGLANG_DSPARK_DEBUG_DUMP": "reqs", "SGLANG_DSPARK_STATIC_STEP": "1", "SGLANG_DSPARK_STEP_RECORDS": "50000"}
     with serve(target, *DSPARK, *flags, **env) as running:
         yield running
@@ -44,13 +45,15 @@ def answers(server: ServerProcess) -> list[dict[str, Any]]:
 
     assert set_state(server, dspark_clear_info_records=True)
     with ThreadPoolExecutor(4) as clients:
-        return list(clients.map(ask, range(12)))
+        found = list(clients.map(ask, range(12)))
+    settle(server)
+    return found
 
 
-def scraped(server: ServerProcess, name: str) -> dict[str, float]:
+def scraped(text: str, name: str) -> dict[str, float]:
     """Values of a metric by their own label, summed over the others."""
     found: dict[str, float] = {}
-    for line in requests.get(server.url + "/metrics", timeout=60).text.splitlines():
+    for line in text.splitlines():
         match = re.match(rf"sglang:dspark_{name}_total{{(.*)}} (\S+)", line)
         if match:
             own = re.findall(r'(\w+)="([^"]*)"', match[1])
@@ -148,13 +151,22 @@ def test_streams_show_it_once_at_their_end(server: ServerProcess) -> None:
 
 
 def test_prometheus_shows_the_same_numbers(server: ServerProcess, answers: list[dict[str, Any]]) -> None:
-    time.sleep(2.5)  # an export per second
-    counters = record(server)["counters"]
-    drafts = scraped(server, "drafts")
+    counters, deadline = record(server)["counters"], time.monotonic() + 60
+    while True:  # one export a second, fewer on a busy machine, and a scrape may see half of one
+        text = requests.get(server.url + "/metrics", timeout=60).text
+        try:
+            return assert_exported(text, counters)
+        except (AssertionError, KeyError):
+            if time.monotonic() > deadline:
+                raise
+        time.sleep(0.5)
+
+
+def assert_exported(text: str, counters: dict[str, Any]) -> None:
+    drafts = scraped(text, "drafts")
     # Prometheus counters never go back: they hold the requests from before the clear as well.
     assert drafts["accepted"] >= counters["accepted"] > 0
     assert drafts["trimmed"] >= counters["trimmed"] > 0
-    text = requests.get(server.url + "/metrics", timeout=60).text
     windows, steps = sum(counters["windows"]), sum(counters["step_seconds"]["steps"])
     for name, least in (("window_rows", windows), ("committed_per_request_step", windows), ("step_seconds", steps)):
         shown = re.findall(rf"^sglang:dspark_{name}_(count|bucket){{(.*)}} (\S+)", text, re.MULTILINE)
@@ -166,7 +178,7 @@ def test_prometheus_shows_the_same_numbers(server: ServerProcess, answers: list[
     required = {name for name in of_dashboard if not name.removeprefix("sglang:dspark_").startswith(happened_not)}
     assert len(required) > 20
     assert required <= set(re.findall(r"^sglang:dspark_\w+", text, re.MULTILINE))
-    assert sum(scraped(server, "committed_tokens").values()) == pytest.approx(sum(scraped(server, "tokens").values()))
+    assert sum(scraped(text, "committed_tokens").values()) == pytest.approx(sum(scraped(text, "tokens").values()))
 
 
 def test_a_report_shows_what_the_server_counted(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -32,9 +33,10 @@ def run(*command: str) -> str:
 
 
 def test_our_profiler_measures_every_cell(server: ServerProcess, tmp_path: Path) -> None:
-    out = tmp_path / "table.json"
+    out, started = tmp_path / "table.json", time.perf_counter()
     run("dspark", "profile", "run", "--url", server.url, "--out", str(out), "--batches", "1,2,64", "--contexts", "32",
         "--steps", "16")  # fmt: skip
+    elapsed = time.perf_counter() - started
     cells = json.loads((tmp_path / "table.samples.json").read_text())["cells"]
     assert sorted((cell["requests"], cell["rows"]) for cell in cells) == [
         (1, 1), (1, 2), (1, 4), (1, 8), (2, 2), (2, 4), (2, 8), (2, 16),
@@ -42,7 +44,8 @@ def test_our_profiler_measures_every_cell(server: ServerProcess, tmp_path: Path)
     for cell in cells:
         assert len(cell["seconds"]) == len(cell["context_tokens"]) == 16
         assert 32 * cell["requests"] < min(cell["context_tokens"])
-        assert 0 < min(cell["seconds"]) <= max(cell["seconds"]) < 1
+        assert min(cell["seconds"]) > 0
+    assert sum(sum(cell["seconds"]) for cell in cells) < elapsed, "one step at a time, so they fit into the run"
 
 
 def test_the_hosts_profiler_runs(server: ServerProcess, tmp_path: Path) -> None:
