@@ -29,7 +29,7 @@ def run(code: str, **env: str) -> subprocess.CompletedProcess[str]:
         env={**os.environ, "HF_HUB_OFFLINE": "1", **env},
         capture_output=True,
         text=True,
-        timeout=300,
+        timeout=900,  # imports of SGLang take a minute where others need the cores
         check=False,
     )
 
