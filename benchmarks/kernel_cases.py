@@ -222,8 +222,8 @@ def confidence_case(shapes: Shapes) -> Case:
     requests, gamma, width = shapes.requests, shapes.gamma, 4096
     hidden, w1 = randn(shapes, requests, gamma, width), randn(shapes, shapes.vocab, shapes.rank)
     proj = randn(shapes, width + shapes.rank, dtype=torch.float32) / width**0.5
-    scale = [1 + torch.rand(2, gamma, device=shapes.device) for _ in range(2)]
-    weights = triton_confidence.ConfidenceWeights(proj, None, w1, *scale)
+    curves = torch.linspace(-2, 2, 8, device=shapes.device).expand(2, 2, gamma, 8).contiguous()
+    weights = triton_confidence.ConfidenceWeights(proj, None, w1, curves)
     anchors, drafts = randint(shapes, shapes.vocab, requests), randint(shapes, shapes.vocab, requests, gamma)
     out = empty(shapes, requests, gamma)
     arms = both(triton_confidence, "confidence", hidden, anchors, drafts, weights, randint(shapes, 2, requests), out)

@@ -8,16 +8,9 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from dspark.calibrate.shards import Blocks
+from dspark.scheduler.calibration import Calibration, calibration_error, noise_floor, survival_from
 from dspark.scheduler.json_file import refuse
-from dspark.scheduler.sts import (
-    Calibration,
-    StsFit,
-    bootstrap_errors,
-    calibration_error,
-    fit_sts,
-    noise_floor,
-    survival_from,
-)
+from dspark.scheduler.sts import StsFit, bootstrap_errors, fit_sts
 
 ALLOWED_ERROR = 0.01  # above the noise floor, of blocks that no fit has seen
 HELD_OUT = 0.5  # of the blocks: a small error shows among many
@@ -30,7 +23,7 @@ class ClassReport:
     """One sampling temperature; errors [G] of the blocks that played no part in any fit."""
 
     sampling_temperature: float
-    fit: StsFit  # with offsets
+    fit: StsFit  # with curves
     held_out: int
     raw: np.ndarray
     plain: np.ndarray
@@ -109,7 +102,7 @@ def _harmless(blocks: Blocks, groups: np.ndarray, joint: StsFit) -> tuple[Calibr
     found = []
     for pull, first in itertools.product(_PULLS, range(gamma)):
         exponents = np.where(np.arange(gamma) >= first, pull, 0.0)
-        calibration = Calibration(joint.calibration.temperatures**exponents, np.zeros(gamma))
+        calibration = Calibration(joint.calibration.temperatures**exponents)
         changes = np.stack([one.change(calibration) for one in classes])
         if (changes <= 0).all():
             found.append((float(changes.mean()), pull, first, calibration))
@@ -146,7 +139,7 @@ def _report(
 ) -> ClassReport:
     rows = blocks.temperature == temperature
     own, codes = blocks.at(rows), groups[rows]
-    fit = fit_sts(own.logits, own.labels, groups=codes, seed=seed, affine=True, held_out=HELD_OUT)
+    fit = fit_sts(own.logits, own.labels, groups=codes, seed=seed, curves=True, held_out=HELD_OUT)
     identity = Calibration.identity(blocks.logits.shape[1])
     held, unseen = own.at(fit.reported), own.at(reported[rows])  # unseen by its own fit; by that of all classes
     after = survival_from(held.logits, fit.calibration)

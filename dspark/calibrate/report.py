@@ -8,23 +8,28 @@ from typing import Any
 import numpy as np
 from rich import box
 from rich.table import Table
+from scipy.special import logit
 
 from dspark.calibrate.fit import ALLOWED_ERROR, ClassReport, Fitted
 from dspark.calibrate.shards import Blocks
-from dspark.scheduler.sts import BINS, Calibration, survival_from
+from dspark.scheduler.calibration import BINS, Calibration, confidence_of, survival_from
+
+_SHOWN = np.array([0.1, 0.5, 0.9])  # raw confidences
 
 
 def table(report: ClassReport) -> Table:
     """Errors of one sampling temperature, in percent."""
     title = f"Temperature {report.sampling_temperature:g}: calibration error of {report.held_out:,} held-out blocks"
     found = Table(title=title, title_justify="left", box=box.SIMPLE)
-    for name in ("position", "raw", "one vector", "this class", "noise floor", "T", "b"):
+    became = [f"{raw:g} becomes" for raw in _SHOWN]
+    for name in ("position", "raw", "one vector", "this class", "noise floor", "T", *became):
         found.add_column(name, justify="right")
     rows = zip(report.raw, report.plain, report.own, report.floor, strict=True)
     fit = report.fit.calibration
+    confidences = confidence_of(logit(_SHOWN)[:, None] * np.ones(fit.temperatures.size), fit)
     for k, errors in enumerate(rows):
         shown = [f"{error:.2%}" for error in errors]
-        found.add_row(str(k + 1), *shown, f"{fit.temperatures[k]:.3f}", f"{fit.offsets[k]:+.3f}")
+        found.add_row(str(k + 1), *shown, f"{fit.temperatures[k]:.3f}", *(f"{one:.2f}" for one in confidences[:, k]))
     return found
 
 
@@ -63,13 +68,18 @@ def figures(fitted: Fitted) -> dict[str, Any]:
                 "ece": one.own.tolist(),
                 "noise_floor": one.floor.tolist(),
                 "temperatures": one.fit.calibration.temperatures.tolist(),
-                "offsets": one.fit.calibration.offsets.tolist(),
+                "curves": _curves(one.fit.calibration),
                 "within_bar": one.within_bar,
                 "plain_never_worse": one.plain_never_worse,
             }
             for one in fitted.classes
         ],
     }
+
+
+def _curves(calibration: Calibration) -> dict[str, Any] | None:
+    curves = calibration.curves
+    return None if curves is None else {"knots": curves.knots.tolist(), "values": curves.values.tolist()}
 
 
 def draw(fitted: Fitted, blocks: Blocks, path: Path) -> None:

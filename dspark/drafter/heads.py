@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from dspark.drafter.spec import DraftSpec
+from dspark.kernels.confidence_scale import scaled_confidence
 
 
 class VanillaMarkovHead(nn.Module):
@@ -105,19 +106,15 @@ class ConfidenceHead(nn.Module):
 
 
 class ConfidenceScale:
-    """Calibrated confidences: c[k] = sigmoid(z[k] / T[k] + b[k]), one (T, b) per class of sampling temperatures.
+    """Calibrated confidences, by the values of the class of sampling temperatures that a request belongs to."""
 
-    Source: DSpark paper section 3.1 (sequential temperature scaling); the classes and b are ours.
-    """
-
-    def __init__(self, temperatures: torch.Tensor, offsets: torch.Tensor) -> None:
-        """Args: [C, G] float32 each; temperatures above 0."""
-        self.temperatures, self.offsets = temperatures, offsets
+    def __init__(self, values: torch.Tensor) -> None:
+        """Args: values: [2, C, G, K] float32, contiguous, see ``scaled_confidence``."""
+        self.values = values
 
     def __call__(self, logits: torch.Tensor, row: torch.Tensor | None) -> torch.Tensor:
-        """[R, G] raw logits and [R] int64 classes (None: the first for all) -> [R, G] confidences in (0, 1)."""
-        at = torch.zeros_like(logits[:, 0], dtype=torch.int64) if row is None else row
-        return torch.sigmoid(logits / self.temperatures[at] + self.offsets[at])
+        """[R, G] raw logits and [R] int64 classes (None: the first for all) -> [R, G] confidences in [0, 1]."""
+        return scaled_confidence(logits, self.values, row)
 
 
 HEADS: dict[str, type[VanillaMarkovHead]] = {

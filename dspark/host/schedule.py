@@ -198,12 +198,9 @@ class CalibrationClasses:
     def __init__(self, table: StsTable, device: torch.device | str) -> None:
         self._temperatures = [temperature for temperature, _ in table.classes]
         rows = [calibration for _, calibration in table.classes] or [table.plain]
-        self.scale = ConfidenceScale(
-            *(
-                torch.tensor(np.stack(values), dtype=torch.float32, device=device)
-                for values in ([row.temperatures for row in rows], [row.offsets for row in rows])
-            )
-        )
+        count = max(row.curves.knots.shape[1] if row.curves is not None else 2 for row in rows)
+        curves = np.stack([row.raw_curves(count) for row in rows], axis=1)
+        self.scale = ConfidenceScale(torch.tensor(curves, dtype=torch.float32, device=device))
 
     def of(self, sampling_temperature: float) -> int:
         """Row of ``scale`` nearest to a request's temperature, 0 for a greedy one."""

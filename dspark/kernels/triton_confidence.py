@@ -1,4 +1,4 @@
-"""Confidences of a drafted block in one launch: c[k] = sigmoid((w . [h_k ; W1[x_{k-1}]] + w_0) / T_k + b_k).
+"""Confidences of a drafted block in one launch: the logits z[k] = w . [h_k ; W1[x_{k-1}]] + w_0, scaled, and sigmoid.
 
 Source: DSpark paper eq. 7 and section 3.1; the layers are ``dspark.drafter.heads``.
 """
@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from dspark.kernels.confidence_scale import scaled_confidence
 from dspark.kernels.triton_jit import dense, jit, power_of_two, tl
 
 _MAX_DEPTH = 2048  # numbers of a program in flight
@@ -22,8 +23,7 @@ class ConfidenceWeights:
     proj: torch.Tensor  # [H + rank] float32, contiguous; [H] without ``latents``
     bias: torch.Tensor | None  # [1] float32
     latents: torch.Tensor | None  # [V, rank] W1, rows contiguous; None: the head does not look at the previous token
-    temperatures: torch.Tensor | None = None  # [C, G] float32, contiguous; None for raw confidences
-    offsets: torch.Tensor | None = None  # [C, G] float32, contiguous, given with ``temperatures``
+    scale: torch.Tensor | None = None  # [2, C, G, K] float32, contiguous, see ``scaled_confidence``; None: raw
 
 
 class _Hidden(NamedTuple):
@@ -46,8 +46,9 @@ class _Tokens(NamedTuple):
 
 class _Scale(NamedTuple):
     bias: Any
-    temperatures: Any
-    offsets: Any
+    values: Any
+    size: Any  # C * G * K
+    count: Any  # K
     classes: Any
 
 
@@ -60,6 +61,21 @@ def _dot(left, right, width, DEPTH: tl.constexpr):
         x = tl.load(left + at, mask=at < width, other=0.0).to(tl.float32)
         sums += x * tl.load(right + at, mask=at < width, other=0.0).to(tl.float32)
     return tl.sum(sums, axis=0)
+
+
+@jit
+def _curve(x, knots, to_values, count):
+    """``scaled_confidence`` of one logit, before the sigmoid."""
+    knot, value = tl.load(knots), tl.load(knots + to_values)
+    found = value
+    for place in range(1, count):
+        next_knot, next_value = tl.load(knots + place), tl.load(knots + to_values + place)
+        part = x - knot
+        part = tl.where((place > 1) & (part < 0.0), 0.0, part)
+        part = tl.where((place < count - 1) & (part > next_knot - knot), next_knot - knot, part)
+        found += part * tl.div_rn(next_value - value, next_knot - knot)
+        knot, value = next_knot, next_value
+    return found
 
 
 @jit
@@ -85,7 +101,7 @@ def _confidence_kernel(
         at = k.to(tl.int64)
         if CLASSES:
             at += tl.load(scale.classes + request) * gamma
-        logit = tl.div_rn(logit, tl.load(scale.temperatures + at)) + tl.load(scale.offsets + at)
+        logit = _curve(logit, scale.values + at * scale.count, scale.size, scale.count)
     tl.store(out + request * out_stride + k, 1.0 / (1.0 + tl.exp(-logit)))
 
 
@@ -130,11 +146,7 @@ def confidence_reference(
         previous = torch.cat([anchors[:, None], drafts[:, :-1]], dim=1)
         features = torch.cat([features, weights.latents[previous].to(torch.float32)], dim=-1)
     logits = torch.nn.functional.linear(features, weights.proj[None], weights.bias).squeeze(-1)
-    if weights.temperatures is not None:
-        assert weights.offsets is not None
-        row = torch.zeros_like(anchors) if classes is None else classes
-        logits = logits / weights.temperatures[row] + weights.offsets[row]
-    out.copy_(torch.sigmoid(logits))
+    out.copy_(torch.sigmoid(logits) if weights.scale is None else scaled_confidence(logits, weights.scale, classes))
     if kept is not None:
         kept.copy_(hidden)
 
@@ -157,12 +169,13 @@ def confidence_triton(
     assert hidden.stride(2) == out.stride(1) == 1
     assert proj.shape == (width + rank,)
     assert latents is None or latents.stride(1) == 1
-    assert dense(anchors, proj, weights.bias, weights.temperatures, weights.offsets, classes, kept)
+    assert dense(anchors, proj, weights.bias, weights.scale, classes, kept)
     assert kept is None or (kept.shape == hidden.shape and kept.dtype == hidden.dtype)
     w1 = hidden if latents is None else latents
-    assert weights.temperatures is None or weights.temperatures.shape[1] == gamma
-    given = (weights.bias, weights.temperatures, weights.offsets, classes)
-    scale = _Scale(*[anchors if tensor is None else tensor for tensor in given])  # what stands in is never read
+    assert weights.scale is None or weights.scale.shape[2] == gamma
+    given = (weights.bias, weights.scale, classes)
+    bias, values, of = (anchors if tensor is None else tensor for tensor in given)  # what stands in is never read
+    scale = _Scale(bias, values, values.numel() // 2, values.shape[-1], of)
     depth = min(_MAX_DEPTH, power_of_two(width))
     _confidence_kernel[(requests, gamma)](
         _Hidden(hidden, hidden.stride(0), hidden.stride(1), width, hidden if kept is None else kept),
@@ -173,7 +186,7 @@ def confidence_triton(
         out.stride(0),
         LATENTS=latents is not None,
         BIAS=weights.bias is not None,
-        SCALED=weights.temperatures is not None,
+        SCALED=weights.scale is not None,
         CLASSES=classes is not None,
         KEEP=kept is not None,
         DEPTH=depth,

@@ -1,10 +1,7 @@
 """Sequential temperature scaling: make survival mean what it says (paper section 3.1).
 
-    c[k] = sigmoid(z[k] / T[k] + b[k]),   a[k] = c[1] * ... * c[k]
-
-``z`` is the logit of the confidence head. Positions are fitted left to right, those before fixed, so that a[k] matches
-how often drafts 1..k are all accepted. The plain form has b = 0 and is what SGLang's file holds; b is for our own
-per-temperature classes, where a head is not too sharp but simply too hopeful.
+Positions are fitted left to right, those before fixed, so that a[k] matches how often drafts 1..k are all accepted. The
+forms are ``dspark.scheduler.calibration``'s: a temperature per position, and where it is asked for, a curve behind it.
 
 Differences to the paper, which searches the T that minimises the binned calibration error (ECE): that error jumps as
 rows cross bin edges and has several minima where few blocks survive. We minimise the logarithmic loss of a[k], a proper
@@ -17,73 +14,32 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import numpy as np
-from scipy.optimize import minimize, minimize_scalar
+from scipy.optimize import minimize_scalar
 from scipy.sparse import csr_array
 
+from dspark.scheduler.calibration import (
+    BINS,
+    Calibration,
+    Curves,
+    bins,
+    calibration_error,
+    interpolate,
+    log_sigmoid,
+    noise_floor,
+    survival_from,
+)
 from dspark.scheduler.json_file import refuse
+from dspark.scheduler.sts_curve import KNOTS, fit_curve, losses
 
-BINS = 15
 LOG_TEMPERATURE_BOUND = float(np.log(20.0))
-PRIOR_DEVIATION = 0.25  # of log T and of b: how far from "the head is right" one expects to find a trained head
+PRIOR_DEVIATION = 0.25  # of log T: how far from "the head is right" one expects to find a trained head
 CHECK_ERRORS = 1.0  # standard errors by which check rows must gain for a fit to be kept, or may lose before it goes
 REPLICATES = 200  # of the bootstrap
 INTERVAL = (2.5, 97.5)  # percentiles
 MIN_BLOCKS = 16
 GRID_ROWS = 4096  # enough to see which of the valleys, four times apart in T, is the deepest
+_ROUNDING = 1e-12  # of a mean of errors
 _ADVICE = "collect more blocks, in static or cap-accept mode, where no row is trimmed"
-_TINY = 1e-12  # probabilities are kept this far from 0 and 1, so that one sure and wrong row does not decide a fit
-
-
-@dataclass(frozen=True, eq=False)
-class Calibration:
-    """What turns confidence logits into confidences."""
-
-    temperatures: np.ndarray  # [G] float64 > 0
-    offsets: np.ndarray  # [G] float64
-
-    @classmethod
-    def identity(cls, gamma: int) -> Calibration:
-        return cls(np.ones(gamma), np.zeros(gamma))
-
-
-def confidence_of(logits: np.ndarray, calibration: Calibration) -> np.ndarray:
-    """[N, G] float64 confidences of [N, G] logits; NaN stays NaN (``survival_of`` counts it)."""
-    return np.exp(_log_sigmoid(np.asarray(logits, np.float64) / calibration.temperatures + calibration.offsets))
-
-
-def survival_labels(accept_probability: np.ndarray) -> np.ndarray:
-    """[N, G] float64: probability that drafts 1..k are all accepted, from that of each given those before it.
-
-    Args:
-        accept_probability: [N, G] in [0, 1], min(1, p / q) of the rejection rule, or 0 and 1 for greedy requests. What
-            stands after the first 0 of a row does not matter.
-    """
-    return np.multiply.accumulate(np.asarray(accept_probability, np.float64), axis=1)
-
-
-def calibration_error(predicted: np.ndarray, labels: np.ndarray) -> np.ndarray:
-    """Expected calibration error per position, ``BINS`` equal bins of [0, 1]: sum over bins of |sum of errors| / N.
-
-    Args:
-        predicted, labels: [N, G] survival, and what came of it in [0, 1].
-
-    Returns:
-        [G] float64.
-    """
-    count, gamma = predicted.shape
-    sums = np.bincount(_bins(predicted).ravel(), (labels - predicted).ravel(), minlength=gamma * BINS)
-    return np.abs(sums).reshape(gamma, BINS).sum(axis=1) / count
-
-
-def noise_floor(predicted: np.ndarray, labels: np.ndarray) -> np.ndarray:
-    """[G] float64: the calibration error that so many rows would show on average if the prediction were perfect.
-
-    The sum of errors of a bin is then close to normal around 0 with the sum of squared errors as variance, and the mean
-    of |x| is sqrt(2 / pi) standard deviations. Soft labels have smaller errors than 0 and 1, and a lower floor.
-    """
-    count, gamma = predicted.shape
-    variance = np.bincount(_bins(predicted).ravel(), ((labels - predicted) ** 2).ravel(), minlength=gamma * BINS)
-    return np.sqrt(2 / np.pi * variance).reshape(gamma, BINS).sum(axis=1) / count
 
 
 @dataclass(frozen=True, eq=False)
@@ -108,7 +64,7 @@ def fit_sts(
     *,
     groups: np.ndarray | None = None,
     seed: int = 0,
-    affine: bool = False,
+    curves: bool = False,
     held_out: float = 0.25,
 ) -> StsFit:
     """Fit temperatures on some of the blocks, check them on half as many, report on the rest.
@@ -119,7 +75,7 @@ def fit_sts(
             full windows only, or trimmed rows would count as rejected.
         groups: [N], for example the request of each block: a group is never split between fit and report.
         seed: of the split and the bootstrap.
-        affine: fit offsets as well.
+        curves: fit a curve behind each temperature as well.
         held_out: share of the blocks, between 0 and 1, that the errors are reported on.
 
     Raises:
@@ -135,7 +91,7 @@ def fit_sts(
     checked = ~fitted & ~reported
     if not checked.any():
         refuse(f"{codes.max() + 1} groups of blocks", "enough to split them in three", "collect from more prompts")
-    calibration, kept = _fit_checked(logits, labels, fitted, checked, affine, rng)
+    calibration, kept = _fit_checked(logits, labels, fitted, checked, curves, rng)
 
     before = survival_from(logits[reported], Calibration.identity(logits.shape[1]))
     after = survival_from(logits[reported], calibration)
@@ -153,11 +109,6 @@ def fit_sts(
         fitted=fitted,
         reported=reported,
     )
-
-
-def survival_from(logits: np.ndarray, calibration: Calibration) -> np.ndarray:
-    """[N, G] float64 survival of [N, G] finite logits."""
-    return np.multiply.accumulate(confidence_of(logits, calibration), axis=1)
 
 
 def _require_rows(logits: np.ndarray, labels: np.ndarray) -> None:
@@ -182,7 +133,7 @@ def _fit_checked(
     labels: np.ndarray,
     fitted: np.ndarray,
     checked: np.ndarray,
-    affine: bool,
+    curves: bool,
     rng: np.random.Generator,
 ) -> tuple[Calibration, np.ndarray]:
     """Fit left to right, keeping what the check rows confirm.
@@ -195,76 +146,62 @@ def _fit_checked(
     raw = survival_from(logits[checked], Calibration.identity(gamma))
     frozen = 0
     while True:
-        calibration, kept = _fit_left_to_right(logits, labels, fitted, checked, affine, frozen)
+        calibration, kept = _fit_left_to_right(logits, labels, fitted, checked, curves, frozen)
         scaled = survival_from(logits[checked], calibration)
         change = calibration_error(scaled, labels[checked]) - calibration_error(raw, labels[checked])
         draws = bootstrap_errors([raw, scaled], labels[checked], np.arange(len(raw)), rng)
         noise = CHECK_ERRORS * (draws[:, 1] - draws[:, 0]).std(axis=0)
-        worse = change > noise
+        worse = change > noise + _ROUNDING
         if not worse.any():
             return calibration, kept
         frozen = max(int(np.argmax(worse)), frozen) + 1
 
 
 def _fit_left_to_right(
-    logits: np.ndarray, labels: np.ndarray, fitted: np.ndarray, checked: np.ndarray, affine: bool, frozen: int
+    logits: np.ndarray, labels: np.ndarray, fitted: np.ndarray, checked: np.ndarray, curves: bool, frozen: int
 ) -> tuple[Calibration, np.ndarray]:
     """Positions below ``frozen`` stay raw. Returns the calibration and [G] bool, the positions that differ from raw."""
     gamma = logits.shape[1]
-    calibration, kept = Calibration.identity(gamma), np.zeros(gamma, dtype=bool)
-    log_before = np.zeros(len(logits))
+    temperatures, kept = np.ones(gamma), np.zeros(gamma, dtype=bool)
+    knots = np.linspace(-1.0, 1.0, KNOTS) * np.ones((gamma, 1))
+    values = knots.copy()
+    before = np.zeros(len(logits))  # log survival of the drafts before
     for position in range(gamma):
         z, y = logits[:, position], labels[:, position]
+        x = z
         if position >= frozen:
-            log_t, offset = _fit_position(log_before[fitted], z[fitted], y[fitted], affine)
-            scaled, raw = (
-                _losses(log_before[checked] + _log_sigmoid(x), y[checked])
-                for x in (z[checked] / np.exp(log_t) + offset, z[checked])
-            )
-            gain = raw - scaled
-            if gain.sum() > CHECK_ERRORS * gain.std() * np.sqrt(gain.size):
-                kept[position] = True
-                calibration.temperatures[position], calibration.offsets[position] = np.exp(log_t), offset
-        log_before += _log_sigmoid(z / calibration.temperatures[position] + calibration.offsets[position])
-    return calibration, kept
+            found = _fit_temperature(before[fitted], z[fitted], y[fitted])
+            if _helps(before[checked], z[checked], z[checked] / found, y[checked]):
+                temperatures[position], x, kept[position] = found, z / found, True
+            if curves:
+                curve = fit_curve(before[fitted], x[fitted], y[fitted])
+                bent = interpolate(x, *curve)
+                if _helps(before[checked], x[checked], bent[checked], y[checked]):
+                    (knots[position], values[position]), x, kept[position] = curve, bent, True
+        before = before + log_sigmoid(x)
+    return Calibration(temperatures, Curves(knots, values) if (values != knots).any() else None), kept
 
 
-def _fit_position(log_before: np.ndarray, z: np.ndarray, y: np.ndarray, affine: bool) -> tuple[float, float]:
-    """(log T, b) of smallest penalised loss. Beyond the first position the loss may have several minima in T, so a grid
-    on some of the rows finds the valley, and a bounded search on all of them its floor."""
+def _helps(log_before: np.ndarray, old: np.ndarray, new: np.ndarray, y: np.ndarray) -> bool:
+    """Whether logits ``new`` lose less than ``old``, by more than chance."""
+    was, now = (losses(log_before + log_sigmoid(x), y) for x in (old, new))
+    gain = was - now
+    return bool(gain.sum() > CHECK_ERRORS * gain.std() * np.sqrt(gain.size))
 
-    def loss(log_t: float, offset: float = 0.0, rows: slice = slice(None)) -> float:
-        penalty = (log_t**2 + offset**2) / (2 * PRIOR_DEVIATION**2)
-        scaled = _log_sigmoid(z[rows] * np.exp(-log_t) + offset)
-        return float(_losses(log_before[rows] + scaled, y[rows]).sum()) + penalty
+
+def _fit_temperature(log_before: np.ndarray, z: np.ndarray, y: np.ndarray) -> float:
+    """T of smallest penalised loss. Beyond the first position the loss may have several minima, so a grid on some of
+    the rows finds the valley, and a bounded search on all of them its floor."""
+
+    def loss(log_t: float, rows: slice = slice(None)) -> float:
+        scaled = log_sigmoid(z[rows] * np.exp(-log_t))
+        return float(losses(log_before[rows] + scaled, y[rows]).sum()) + log_t**2 / (2 * PRIOR_DEVIATION**2)
 
     grid = np.linspace(-LOG_TEMPERATURE_BOUND, LOG_TEMPERATURE_BOUND, 13)
     start = grid[int(np.argmin([loss(float(point), rows=slice(GRID_ROWS)) for point in grid]))]
     step = grid[1] - grid[0]
     low, high = max(start - step, grid[0]), min(start + step, grid[-1])
-    log_t = float(minimize_scalar(loss, bounds=(low, high), method="bounded", options={"xatol": 1e-4}).x)
-    if not affine:
-        return log_t, 0.0
-    bounds = [(-LOG_TEMPERATURE_BOUND, LOG_TEMPERATURE_BOUND), (-5.0, 5.0)]
-    scale = 1.0 / len(z)  # the search stops on absolute changes of the loss
-    best = minimize(lambda x: scale * loss(x[0], x[1]), np.array([log_t, 0.0]), method="L-BFGS-B", bounds=bounds)
-    return float(best.x[0]), float(best.x[1])
-
-
-def _losses(log_survival: np.ndarray, y: np.ndarray) -> np.ndarray:
-    """[N] logarithmic losses of survival exp(``log_survival``) against labels in [0, 1]."""
-    log_a = np.clip(log_survival, np.log(_TINY), -_TINY)
-    return -(y * log_a + (1.0 - y) * np.log(-np.expm1(log_a)))
-
-
-def _log_sigmoid(x: np.ndarray) -> np.ndarray:
-    return np.minimum(x, 0.0) - np.log1p(np.exp(-np.abs(x)))
-
-
-def _bins(predicted: np.ndarray) -> np.ndarray:
-    """[N, G] int64: bin of each survival, numbered through over the positions."""
-    inside = np.minimum((predicted * BINS).astype(np.int64), BINS - 1)
-    return inside + np.arange(predicted.shape[1]) * BINS
+    return float(np.exp(minimize_scalar(loss, bounds=(low, high), method="bounded", options={"xatol": 1e-4}).x))
 
 
 def bootstrap_errors(
@@ -286,7 +223,7 @@ def bootstrap_errors(
     # [G * BINS, N] each: a sparse product sums the errors of every bin for one resampling of the rows.
     row = np.repeat(np.arange(count), gamma)
     by_bin = [
-        csr_array(((labels - predicted).ravel(), (_bins(predicted).ravel(), row)), shape=(gamma * BINS, count))
+        csr_array(((labels - predicted).ravel(), (bins(predicted).ravel(), row)), shape=(gamma * BINS, count))
         for predicted in predictions
     ]
     draws = np.empty((REPLICATES, len(predictions), gamma))

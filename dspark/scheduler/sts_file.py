@@ -7,6 +7,7 @@ sampling temperature (the event that it predicts is another one), so the block m
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -14,6 +15,7 @@ from typing import Literal
 import numpy as np
 from pydantic import BaseModel, ConfigDict
 
+from dspark.scheduler.calibration import Calibration, Curves
 from dspark.scheduler.json_file import (
     mismatches,
     parse_object,
@@ -23,7 +25,7 @@ from dspark.scheduler.json_file import (
     require_values,
     validate,
 )
-from dspark.scheduler.sts import Calibration, StsFit
+from dspark.scheduler.sts import StsFit
 
 FLAG = "--speculative-dspark-confidence-sts-path"
 ADVICE = f"fit the file for this draft, or leave {FLAG} out to use raw confidences"
@@ -36,7 +38,9 @@ class StsClass(BaseModel):
 
     sampling_temperature: float
     temperatures: tuple[float, ...]
-    offsets: tuple[float, ...]
+    # Curve of each position: logits behind the temperature, and what they become, both rising; none: the identity.
+    knots: tuple[tuple[float, ...], ...] = ()
+    values: tuple[tuple[float, ...], ...] = ()
     num_samples: int
     ece_before: tuple[float, ...]
     ece_after: tuple[float, ...]
@@ -125,7 +129,7 @@ def parse_sts(
     file = validate(StsFile, parse_object(text, source, ADVICE), source, ADVICE)
     if file.gamma is not None and file.gamma != gamma:
         refuse(f"gamma = {file.gamma} in {source}", f"gamma = {gamma}, as served", ADVICE)
-    plain = _calibration(file.temperatures, [0.0] * len(file.temperatures), gamma, source)
+    plain = _plain(file.temperatures, gamma, source)
     for name, values in (("ece_before", file.ece_before), ("ece_after", file.ece_after)):
         if values:
             require_values(name, np.array(values), source, ADVICE, zero=True, length=gamma)
@@ -141,25 +145,41 @@ def parse_sts(
         for entry in file.provenance.classes:
             where = f"the class of sampling temperature {entry.sampling_temperature:g} in {source}"
             require_number("sampling_temperature", entry.sampling_temperature, where, ADVICE, zero=True)
-            classes.append(
-                (entry.sampling_temperature, _calibration(list(entry.temperatures), list(entry.offsets), gamma, where))
-            )
+            classes.append((entry.sampling_temperature, _calibration(entry, gamma, where)))
+        if len({len(entry.knots[0]) for entry in file.provenance.classes if entry.knots}) > 1:
+            refuse(f"curves with several numbers of knots in {source}", "one", ADVICE)
     return StsTable(plain, tuple(classes), file.dataset, file.num_samples, file.provenance)
 
 
-def _calibration(temperatures: list[float], offsets: list[float], gamma: int, source: str) -> Calibration:
-    values, shifts = np.array(temperatures, dtype=np.float64), np.array(offsets, dtype=np.float64)
+def _plain(temperatures: Sequence[float], gamma: int, source: str) -> Calibration:
+    values = np.array(temperatures, dtype=np.float64)
     require_values("temperatures", values, source, ADVICE, length=gamma)
-    require_values("the size of offsets", np.abs(shifts), source, ADVICE, zero=True, length=gamma)
-    return Calibration(values, shifts)
+    return Calibration(values)
+
+
+def _calibration(entry: StsClass, gamma: int, source: str) -> Calibration:
+    plain = _plain(entry.temperatures, gamma, source)
+    if not entry.knots and not entry.values:
+        return plain
+    sizes = {len(curve) for curve in (*entry.knots, *entry.values)}
+    if (len(entry.knots), len(entry.values)) != (gamma, gamma) or len(sizes) != 1 or min(sizes) < 2:
+        found = f"{len(entry.knots)} lists of knots and {len(entry.values)} of values in {source}"
+        refuse(found, f"{gamma} of both, all of one length from 2", ADVICE)
+    knots, values = np.array(entry.knots, dtype=np.float64), np.array(entry.values, dtype=np.float64)
+    for name, curves in (("knots", knots), ("values", values)):
+        if not np.isfinite(curves).all() or not (np.diff(curves, axis=1) > 0).all():
+            refuse(f"{name} in {source} that do not rise", "finite numbers, each larger than the one before", ADVICE)
+    return Calibration(plain.temperatures, Curves(knots, values))
 
 
 def sts_class(sampling_temperature: float, fit: StsFit) -> StsClass:
     """One class of the provenance block, from a fit on requests of one sampling temperature."""
+    curves = fit.calibration.curves
     return StsClass(
         sampling_temperature=sampling_temperature,
         temperatures=tuple(fit.calibration.temperatures.tolist()),
-        offsets=tuple(fit.calibration.offsets.tolist()),
+        knots=() if curves is None else tuple(map(tuple, curves.knots.tolist())),
+        values=() if curves is None else tuple(map(tuple, curves.values.tolist())),
         num_samples=int(fit.fitted.size),
         ece_before=tuple(fit.ece_before.tolist()),
         ece_after=tuple(fit.ece_after.tolist()),
@@ -168,15 +188,15 @@ def sts_class(sampling_temperature: float, fit: StsFit) -> StsClass:
 
 
 def to_json(fit: StsFit, *, dataset: str, provenance: StsProvenance | None = None) -> str:
-    """The file of a fit without offsets.
+    """The file of a fit without curves.
 
     Args:
-        fit: of ``fit_sts(affine=False)``: SGLang's schema has no place for offsets.
+        fit: of ``fit_sts(curves=False)``: SGLang's schema has no place for them.
         dataset: what the blocks were collected on, in words.
-        provenance: our block; classes with offsets belong there.
+        provenance: our block; classes with curves belong there.
     """
-    if np.any(fit.calibration.offsets):
-        refuse("a fit with offsets", "plain temperatures at the top of the file", "put it in provenance.classes")
+    if fit.calibration.curves is not None:
+        refuse("a fit with curves", "plain temperatures at the top of the file", "put it in provenance.classes")
     value = {
         "temperatures": fit.calibration.temperatures.tolist(),
         "dataset": dataset,

@@ -65,8 +65,7 @@ class FusedStep(DecodeStep):
             of_head.proj.weight[0],
             of_head.proj.bias,
             head.markov_w1.weight if of_head.with_markov else None,
-            None if scale is None else scale.temperatures,
-            None if scale is None else scale.offsets,
+            None if scale is None else scale.values,
         )
         kept = self._kept(batch, budget)
         confidence(hidden, batch.anchors, tokens, weights, batch.sampling.calibration, trust, kept)

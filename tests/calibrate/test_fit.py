@@ -13,7 +13,7 @@ from dspark.calibrate import report
 from dspark.calibrate.fit import HELD_OUT, Fitted, fit_blocks
 from dspark.calibrate.shards import Blocks, load
 from dspark.errors import ConfigError, CostTableError
-from dspark.scheduler.sts import Calibration, calibration_error, survival_from, survival_labels
+from dspark.scheduler.calibration import Calibration, calibration_error, survival_from, survival_labels
 
 GAMMA, PROMPTS, BLOCKS = 4, 400, 40_000
 

@@ -11,7 +11,7 @@ from torch import nn
 
 from dspark.drafter.heads import HEADS, ConfidenceHead, ConfidenceScale, VanillaMarkovHead
 from dspark.drafter.proposer import propose_block
-from dspark.scheduler.sts import Calibration, confidence_of
+from dspark.scheduler.calibration import Calibration, Curves, confidence_of
 from dspark.types import BlockProposal, SamplingRows
 from tests.compare import FLOAT_32, Tolerance, assert_close, assert_distribution, assert_equal
 
@@ -159,20 +159,19 @@ def test_confidence_equals_equation_7(kind: str, with_markov: bool, bias: bool) 
 
 def _scale(classes: int, gamma: int) -> ConfidenceScale:
     generator = torch.Generator().manual_seed(9)
-    return ConfidenceScale(
-        0.3 + 2 * torch.rand(classes, gamma, generator=generator), torch.randn(classes, gamma, generator=generator)
-    )
+    curves = (0.1 + torch.rand(2, classes, gamma, 4, generator=generator)).cumsum(dim=-1)
+    return ConfidenceScale(curves + torch.randn(2, classes, gamma, 1, generator=generator))
 
 
 def test_calibrated_confidence_is_that_of_the_fit() -> None:
-    """Each request by the temperatures and offsets of its class; row 0 where no class is given."""
+    """Each request by the values of its class; row 0 where no class is given."""
     scale, logits = _scale(3, 5), 4 * torch.randn(6, 5, generator=torch.Generator().manual_seed(10))
     row = torch.tensor([2, 0, 1, 1, 2, 0])
     found, plain = scale(logits, row), scale(logits, None)
     assert found.dtype == torch.float32
     for r in range(6):
         for result, at in ((found, int(row[r])), (plain, 0)):
-            fit = Calibration(scale.temperatures[at].double().numpy(), scale.offsets[at].double().numpy())
+            fit = Calibration(np.ones(5), Curves(*scale.values[:, at].double().numpy()))
             assert_close(result[r], confidence_of(logits[r, None].numpy(), fit)[0], FLOAT_32, f"request {r}, row {at}")
     assert scale(logits[:0], row[:0]).shape == (0, 5)
 

@@ -99,6 +99,11 @@ def check_qk(
     assert_equal(found[3], required[3], "cached values")
 
 
+def curves_of(classes: int, gamma: int, knots: int, generator) -> torch.Tensor:
+    """[2, C, G, K] float32: rising curves around 0."""
+    return ((0.1 + torch.rand(2, classes, gamma, knots, generator=generator)).cumsum(dim=-1) - knots / 3).to(DEVICE)
+
+
 def confidence_weights(
     width: int, rank: int, vocab: int, classes: int, gamma: int, bias: bool, dtype: torch.dtype, generator
 ) -> triton_confidence.ConfidenceWeights:
@@ -107,8 +112,7 @@ def confidence_weights(
         draw(generator, width + rank, dtype=torch.float32) / (width + rank) ** 0.5,
         draw(generator, 1, dtype=torch.float32) if bias else None,
         spread_rows(draw(generator, vocab, rank, dtype=dtype)) if rank else None,
-        0.5 + torch.rand(classes, gamma, generator=generator).to(DEVICE) if classes else None,
-        draw(generator, classes, gamma, dtype=torch.float32) if classes else None,
+        curves_of(classes, gamma, 1 + classes, generator) if classes else None,
     )
 
 

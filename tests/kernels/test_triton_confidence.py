@@ -32,7 +32,7 @@ def test_variants() -> None:
 def test_the_reference_is_the_head(with_markov: bool) -> None:
     generator = torch.Generator().manual_seed(3)
     head, table = ConfidenceHead(6, 4, with_markov, bias=True), torch.randn(9, 4, generator=generator)
-    scale = ConfidenceScale(torch.rand(2, 3, generator=generator) + 0.5, torch.randn(2, 3, generator=generator))
+    scale = ConfidenceScale((torch.rand(2, 2, 3, 5, generator=generator) + 0.1).cumsum(dim=-1) - 1)
     hidden, classes = torch.randn(2, 3, 6, generator=generator), torch.tensor([1, 0])
     anchors, drafts = torch.tensor([4, 8]), torch.tensor([[1, 2, 3], [0, 5, 7]])
     out = torch.full((2, 3), -1.0)
@@ -40,8 +40,7 @@ def test_the_reference_is_the_head(with_markov: bool) -> None:
         head.proj.weight.detach()[0],
         head.proj.bias.detach(),
         table if with_markov else None,
-        scale.temperatures,
-        scale.offsets,
+        scale.values,
     )
     confidence(hidden, anchors, drafts, weights, classes, out)
     previous = torch.tensor([[4, 1, 2], [8, 0, 5]])

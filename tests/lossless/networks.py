@@ -86,9 +86,11 @@ class ToyDraft:
             False
         )
         self.confidence_head.proj.weight.copy_(torch.cat([torch.tensor([0.0, 1.0, 0.0]), toy.distortion[0]]))
-        self.calibration: ConfidenceScale | None = ConfidenceScale(
-            torch.linspace(0.7, 1.5, 2 * toy.gamma).view(2, -1), torch.linspace(0.5, -0.5, 2 * toy.gamma).view(2, -1)
-        )
+        # Temperatures of two classes and all positions, and offsets.
+        ends = torch.tensor([-1.0, 1.0])
+        knots = torch.linspace(0.7, 1.5, 2 * toy.gamma).view(2, -1, 1) * ends
+        values = torch.linspace(0.5, -0.5, 2 * toy.gamma).view(2, -1, 1) + ends
+        self.calibration: ConfidenceScale | None = ConfidenceScale(torch.stack([knots, values]))
 
     def block_hidden(self, batch: DecodeBatch) -> torch.Tensor:
         live = torch.ones_like(batch.anchors, dtype=torch.bool) if batch.live is None else batch.live

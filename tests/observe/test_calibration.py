@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from dspark.observe.calibration import BlockFacts, CalibrationWindows, position_statistics
-from dspark.scheduler.sts import calibration_error, noise_floor
+from dspark.scheduler.calibration import calibration_error, noise_floor
 
 GAMMA = 4
 

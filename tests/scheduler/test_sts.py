@@ -7,20 +7,19 @@ from functools import cache
 
 import numpy as np
 import pytest
+from scipy.special import logit
 
 from dspark.errors import CostTableError
-from dspark.scheduler.sts import (
-    INTERVAL,
+from dspark.scheduler.calibration import (
     Calibration,
-    StsFit,
-    bootstrap_errors,
+    Curves,
     calibration_error,
     confidence_of,
-    fit_sts,
     noise_floor,
     survival_from,
     survival_labels,
 )
+from dspark.scheduler.sts import INTERVAL, StsFit, bootstrap_errors, fit_sts
 from tests.compare import FLOAT_32, Tolerance, assert_close, assert_equal
 from tests.conftest import DRAFT
 from tests.scheduler.cases import EXACT, trace
@@ -120,17 +119,43 @@ def test_positions_that_nobody_reaches_stay_raw() -> None:
     assert (fit.ece_after[3:] <= fit.ece_before[3:] + 1e-9).all()
 
 
-def test_an_overconfident_head_needs_offsets() -> None:
+@pytest.mark.parametrize("sure", [1.0, 0.1])
+def test_what_no_temperature_repairs_a_curve_does(sure: float) -> None:
+    """A head that is too hopeful everywhere, and one that is as sure of most of what it is sure of as of the rest."""
     rng = np.random.default_rng(2)
-    true = rng.normal(0.5, 1.0, (40_000, 3))
-    labels = survival_labels(rng.random(true.shape) < 1 / (1 + np.exp(-true)))
-    logits = 1.5 * (true + 0.8)  # z / 1.5 - 0.8 is right
-    plain, affine = fit_sts(logits, labels), fit_sts(logits, labels, affine=True)
-    assert np.abs(affine.calibration.temperatures - 1.5).max() < 0.15
-    assert np.abs(affine.calibration.offsets + 0.8).max() < 0.15
-    assert (affine.ece_after <= affine.noise_floor + 0.01).all()
-    assert plain.ece_after.max() > 2 * affine.ece_after.max()
-    assert not plain.calibration.offsets.any()
+    logits = rng.normal(1.0, 2.0, (60_000, 3))
+
+    def right(z: np.ndarray) -> np.ndarray:
+        return np.minimum(z, 1.5) / 1.5 - 0.8 + sure * np.maximum(z - 1.5, 0) / 1.5
+
+    labels = survival_labels(rng.random(logits.shape) < 1 / (1 + np.exp(-right(logits))))
+    plain, bent = fit_sts(logits, labels), fit_sts(logits, labels, curves=True)
+    for at in (-2.0, 0.0, 1.5, 4.0):
+        found = logit(confidence_of(np.full((1, 3), at), bent.calibration))
+        assert np.abs(found - right(np.array(at))).max() < 0.3
+    assert (bent.ece_after <= bent.noise_floor + 0.005).all()
+    assert plain.ece_after.max() > 2 * bent.ece_after.max()
+    assert plain.calibration.curves is None
+
+
+def test_a_few_blocks_do_not_bend_a_curve() -> None:
+    logits, labels = process(False)
+    for seed in range(5):
+        rows = np.random.default_rng(seed).choice(BLOCKS, 24, replace=False)
+        fit = fit_sts(logits[rows] / DISTORTION, labels[rows], seed=seed, curves=True)
+        curves = fit.calibration.curves
+        assert curves is not None
+        assert np.abs(curves.values - curves.knots).max() < 0.5
+
+
+def test_a_curve_rises_and_goes_on_as_it_ends() -> None:
+    curves = Curves(np.array([[0.0, 1.0, 3.0]]), np.array([[-1.0, 1.0, 2.0]]))
+    found = curves(np.array([[-2.0], [0.0], [0.5], [1.0], [2.0], [3.0], [5.0]]))
+    assert_close(found[:, 0], [-5.0, -1.0, 0.0, 1.0, 1.5, 2.0, 3.0], EXACT, "curve")
+    knots, values = Calibration(np.array([2.0]), curves).raw_curves()
+    assert_equal((knots, values), ([[0.0, 2.0, 6.0]], [[-1.0, 1.0, 2.0]]), "raw curve")
+    knots, values = Calibration(np.array([2.0])).raw_curves(3)
+    assert_equal((knots, values), ([[-2.0, 0.0, 2.0]], [[-1.0, 0.0, 1.0]]), "of a temperature")
 
 
 def test_groups_are_not_split() -> None:
@@ -172,13 +197,16 @@ def test_applying_a_file_gives_the_survival_of_the_trace() -> None:
     real = trace()
     temperatures = np.array(json.loads((DRAFT / "sts.json").read_text())["temperatures"])
     assert_close(survival_from(real.logits, Calibration.identity(7)), real.survival_raw, SIX_DIGITS, "raw")
-    found = survival_from(real.logits, Calibration(temperatures, np.zeros(7)))
+    found = survival_from(real.logits, Calibration(temperatures))
     assert_close(found, real.survival, SIX_DIGITS, "scaled")
+
+
+CURVE = np.array([-1.0, -0.5, 0.1, 1.2])
 
 
 def test_order_of_blocks_is_preserved_within_a_position() -> None:
     logits = np.random.default_rng(0).normal(size=(100, 7))
-    scaled = confidence_of(logits, Calibration(DISTORTION, np.full(7, -0.3)))
+    scaled = confidence_of(logits, Calibration(DISTORTION, Curves(CURVE * np.ones((7, 1)), CURVE**3 * np.ones((7, 1)))))
     assert_equal(np.argsort(logits, axis=0), np.argsort(scaled, axis=0), "order")
     assert_close(confidence_of(logits[:1], Calibration.identity(7)), 1 / (1 + np.exp(-logits[:1])), EXACT, "sigmoid")
 

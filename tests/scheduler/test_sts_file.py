@@ -10,7 +10,8 @@ import numpy as np
 import pytest
 
 from dspark.errors import ConfigError, CostTableError
-from dspark.scheduler.sts import fit_sts, survival_labels
+from dspark.scheduler.calibration import survival_labels
+from dspark.scheduler.sts import fit_sts
 from dspark.scheduler.sts_file import StsDeployment, StsProvenance, load_sts, parse_sts, sts_class, to_json
 from tests.compare import assert_equal
 from tests.conftest import DRAFT
@@ -30,7 +31,7 @@ FILE: dict[str, Any] = {"temperatures": [1.0, 1.5, 0.5], "dataset": "gsm8k", "nu
 def test_the_file_of_the_shipped_drafter() -> None:
     table = load_sts(DRAFT / "sts.json", gamma=7)  # has keys that neither we nor SGLang know
     assert table.plain.temperatures.tolist() == [1.095, 0.995, 1.2725, 0.92, 3.265, 0.505, 4.05]
-    assert not table.plain.offsets.any()
+    assert table.plain.curves is None
     assert (table.dataset, table.num_samples) == ("held-out topics, T=1", 20115)
     assert table.for_sampling_temperature(0.7) is table.plain
 
@@ -43,8 +44,8 @@ def test_a_fit_survives_a_round_trip_with_its_classes() -> None:
     rng = np.random.default_rng(0)
     logits = rng.normal(size=(400, 3))
     labels = survival_labels(rng.random((400, 3)) < 1 / (1 + np.exp(-logits / 2 + 0.5)))
-    plain, affine = fit_sts(logits, labels), fit_sts(logits, labels, affine=True)
-    provenance = StsProvenance(**PROVENANCE, classes=(sts_class(0.0, plain), sts_class(1.0, affine)))
+    plain, bent = fit_sts(logits, labels), fit_sts(logits, labels, curves=True)
+    provenance = StsProvenance(**PROVENANCE, classes=(sts_class(0.0, plain), sts_class(1.0, bent)))
     text = to_json(plain, dataset="synthetic", provenance=provenance)
     assert list(json.loads(text)) == [
         "temperatures",
@@ -58,12 +59,12 @@ def test_a_fit_survives_a_round_trip_with_its_classes() -> None:
     assert_equal(table.plain.temperatures, plain.calibration.temperatures, "temperatures")
     assert table.num_samples == 400
     assert table.provenance == provenance
-    for temperature, calibration in ((0.0, plain), (0.4, plain), (0.6, affine), (2.0, affine)):
+    for temperature, calibration in ((0.0, plain), (0.4, plain), (0.6, bent), (2.0, bent)):
         found = table.for_sampling_temperature(temperature)
         assert_equal(found.temperatures, calibration.calibration.temperatures, f"T at {temperature}")
-        assert_equal(found.offsets, calibration.calibration.offsets, f"b at {temperature}")
-    with pytest.raises(CostTableError, match="a fit with offsets"):
-        to_json(affine, dataset="synthetic")
+        assert_equal(found.raw_curves(), calibration.calibration.raw_curves(), f"curves at {temperature}")
+    with pytest.raises(CostTableError, match="a fit with curves"):
+        to_json(bent, dataset="synthetic")
 
 
 @pytest.mark.parametrize(
@@ -101,8 +102,13 @@ def test_bad_files_are_refused(change: dict[str, Any], message: str) -> None:
     "change, message",
     [
         ({"temperatures": [1.0, 0.0, 1.0]}, r"temperatures\[1\] = 0.0 in the class of sampling temperature 1"),
-        ({"offsets": [0.0, float("nan"), 0.0]}, r"offsets\[1\] = nan in the class"),
-        ({"offsets": [0.0]}, "1 values of the size of offsets"),
+        ({"offsets": [0.0] * 3}, "offsets = .*in the class|offsets"),
+        ({"knots": [[0.0, 1.0]] * 2}, "2 lists of knots and 3 of values in the class.*3 of both, all of one length"),
+        ({"knots": []}, "0 lists of knots"),
+        ({"values": [[0.0, 1.0], [0.0, 1.0], [0.0, 1.0, 2.0]]}, "all of one length from 2"),
+        ({"knots": [[0.0]] * 3, "values": [[0.0]] * 3}, "all of one length from 2"),
+        ({"values": [[0.0, 1.0], [0.0, 0.0], [0.0, 1.0]]}, "values in the class.*do not rise"),
+        ({"knots": [[0.0, 1.0], [0.0, float("nan")], [0.0, 1.0]]}, "knots in the class.*do not rise"),
         ({"sampling_temperature": -1.0}, "sampling_temperature = -1.0"),
     ],
 )
@@ -110,14 +116,20 @@ def test_bad_classes_are_refused(change: dict[str, Any], message: str) -> None:
     entry: dict[str, Any] = {
         "sampling_temperature": 1.0,
         "temperatures": [1.0] * 3,
-        "offsets": [-0.5] * 3,
+        "knots": [[0.0, 1.0]] * 3,
+        "values": [[-0.5, 0.5]] * 3,
         "num_samples": 5,
         "ece_before": [],
         "ece_after": [],
         "noise_floor": [],
     }
     good = json.dumps(FILE | {"provenance": PROVENANCE | {"classes": [entry]}})
-    assert parse_sts(good, 3, DEPLOYMENT).for_sampling_temperature(1.0).offsets.tolist() == [-0.5] * 3
+    curves = parse_sts(good, 3, DEPLOYMENT).for_sampling_temperature(1.0).curves
+    assert curves is not None
+    assert curves.values.tolist() == [[-0.5, 0.5]] * 3
+    other = entry | {"knots": [[0.0, 1.0, 2.0]] * 3, "values": [[0.0, 1.0, 2.0]] * 3}
+    with pytest.raises(CostTableError, match="several numbers of knots"):
+        parse_sts(json.dumps(FILE | {"provenance": PROVENANCE | {"classes": [entry, other]}}), 3, DEPLOYMENT)
     with pytest.raises(CostTableError, match=message):
         parse_sts(json.dumps(FILE | {"provenance": PROVENANCE | {"classes": [entry | change]}}), 3, DEPLOYMENT)
 

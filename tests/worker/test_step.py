@@ -255,7 +255,8 @@ def test_windows_follow_survival(calibrated: bool) -> None:
     raw = run(target, draft, batch).survival
     assert raw is not None
     if calibrated:
-        draft.calibration = ConfidenceScale(torch.full((2, GAMMA), 9.0), torch.tensor([[0.0], [2.0]]).expand(2, GAMMA))
+        knots, values = torch.tensor([[-9.0, 9.0], [-9.0, 9.0]]), torch.tensor([[-1.0, 1.0], [1.0, 3.0]])
+        draft.calibration = ConfidenceScale(torch.stack([knots, values])[:, :, None].repeat(1, 1, GAMMA, 1))
     outcome = run(target, draft, batch, compact(batch, 6))
     assert outcome.proposal is not None
     assert outcome.survival is not None
