@@ -12,6 +12,7 @@ from dspark.config import COLLECT_VARIABLE, Settings
 from dspark.drafter.spec import DraftSpec
 from dspark.errors import ConfigError
 from dspark.host.batch import context_tokens
+from dspark.observe.hidden_steps import Probe
 from dspark.scheduler.json_file import Provenance
 from dspark.types import DecodeBatch, StepBudget, StepOutcome
 from dspark.worker.budget import BudgetScheduler
@@ -74,6 +75,11 @@ class Recording:
                 params = [req.sampling_params for req in batch.reqs]
                 temperatures = [0.0 if one.top_k == 1 else one.temperature for one in params]
                 self._later.follow(records, outcome, temperatures)
+
+    def probe(self, probe: Probe | None) -> None:
+        """Record the probe that was taken of the step recorded last."""
+        if self._steps is not None:
+            self._steps.note_probe(probe)
 
     def blocks(self, batch: ScheduleBatch, inputs: DecodeBatch, outcome: StepOutcome, logits: torch.Tensor) -> None:
         """Record the blocks of an eager step of full windows."""

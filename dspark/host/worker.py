@@ -142,19 +142,12 @@ class DSparkWorker(BaseSpecWorker):
         self._draft_worker.init_cuda_graphs(capture_decode_cuda_graph=False)
         assert self._requests is not None
         scale = None if self._calibration is None else self._calibration.scale
+        runners = self.model_runner, self.draft_model_runner
         self._graphs = build_graphs(
-            self.server_args,
-            self.spec,
-            self.settings,
-            self.model_runner,
-            self.draft_model_runner,
-            self._requests,
-            scale,
-            self.simulated,
+            self.server_args, self.spec, self.settings, *runners, self._requests, scale, self.simulated
         )
         measured, depths = None, None
         if self._graphs is not None:
-            runners = self.model_runner, self.draft_model_runner
             measured = measured_cost(self.server_args, self.spec, self.settings, self._graphs, *runners)
             if measured is not None:
                 self._graphs.prune(measured)
@@ -289,6 +282,8 @@ class DSparkWorker(BaseSpecWorker):
         temperatures = self._requests.temperatures[facts.slots]
         accept, windows = outcome.accept, outcome.plan.verify_lens
         probes = self._probes if self.observer is not None and self.observer.counting else None
+        probe = None if probes is None else probes.step(temperatures, outcome, depth is None)
+        self._recording.probe(probe)
         return ObservedResult(
             logits_output=output,
             next_token_ids=accept.tokens.reshape(-1),
@@ -304,7 +299,7 @@ class DSparkWorker(BaseSpecWorker):
             accepted=accept.accepted,
             survival=survival,
             chances=None if probes is None else accept.chances,
-            probe=None if probes is None else probes.step(temperatures, outcome, depth is None),
+            probe=probe,
             temperatures=temperatures,
             depth=depth,
             windows=windows if facts.drafted and facts.drafts < windows.shape[0] * self.spec.gamma else None,
@@ -385,6 +380,8 @@ class DSparkWorker(BaseSpecWorker):
     def dump_info_records(self) -> dict[str, Any]:
         """What ``/server_info`` shows as ``dspark_info_record``."""
         loaded = sorted(name for name in sys.modules if name.startswith(compat.BUILTIN_MODULES))
+        if self._probes is not None:
+            self._probes.settle()
         observed = {"counters": {}} if self.observer is None else self.observer.dump()
         record: dict[str, Any] = {
             "implementation": "plugin",

@@ -216,6 +216,11 @@ class LiveCeiling:
             "high": tokens + int(others @ left_out),
         }
 
+    def fold(self) -> None:
+        """Judge the steps that wait."""
+        with self._lock:
+            self._fold()
+
     def take_due(self) -> list[Due]:
         """The probes that wait for their draft's probabilities."""
         with self._lock:
@@ -240,6 +245,9 @@ class LiveCeiling:
                 "sampled": sums.drawn.tolist(),
                 "ended": sums.ended.tolist(),
                 "probes": sums.probes[0].astype(int).tolist(),
+                # What the drafts that a probe left out would have added, times the requests that it stands for.
+                "probed_requests": sums.probes[1].astype(int).tolist(),
+                "probed_tokens": sums.probes[3].tolist(),
                 "pending": sum(step.slots.shape[0] for step in pending if step.drafted),
             }
 

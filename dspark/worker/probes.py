@@ -83,6 +83,17 @@ class CeilingProbes:
         self._taken += 1
         return Probe(self._taken - 1, request, candidates.size, float(temperatures[request]))
 
+    @torch.inference_mode()
+    def settle(self) -> None:
+        """Have all probes answered whose later tokens are known; waits for the device, so only for who asks."""
+        self._ceiling.fold()
+        while True:
+            if self._asked is not None and self._asked.event is not None:
+                self._asked.event.synchronize()
+            self._evaluate()
+            if self._asked is None:
+                break
+
     def _evaluate(self) -> None:
         """Take the answers of the last evaluation, and start the next one."""
         if self._asked is not None:

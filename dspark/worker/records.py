@@ -9,6 +9,7 @@ from collections import deque
 from collections.abc import Sequence
 from typing import Any
 
+from dspark.observe.hidden_steps import Probe
 from dspark.scheduler.planner import BudgetPlan, Reason
 from dspark.types import StepBudget, StepOutcome
 
@@ -84,6 +85,10 @@ class StepRecorder:
             self._kept -= len(self._steps.popleft()["requests"])
             self._dropped += 1
         return requests
+
+    def note_probe(self, probe: Probe | None) -> None:
+        """Say of the newest step which of its requests is a probe of the ceiling, and how many it stands for."""
+        self._steps[-1]["probe"] = None if probe is None else [probe.request, probe.candidates]
 
     def dump(self) -> dict[str, Any]:
         """The records and how many steps were dropped."""

@@ -34,17 +34,15 @@ def server(
         yield running
 
 
-def ask_all(server: ServerProcess, new_tokens: int, turn: int = 0, **sampling: Any) -> list[dict[str, Any]]:
-    """Answers to all prompts; the first turn forgets what the server recorded before."""
-
+def ask_all(server: ServerProcess, new_tokens: int, **sampling: Any) -> list[dict[str, Any]]:
     def ask(number: int) -> dict[str, Any]:
         own = {"max_new_tokens": new_tokens + number, "ignore_eos": number % 3 > 0 or new_tokens > 100, **sampling}
         if number % 2 and sampling["temperature"]:
             own["top_p"] = 0.95
-        body = {"text": PROMPTS[number % len(PROMPTS)].text, "sampling_params": own, "rid": f"{turn}-{number}"}
+        body = {"text": PROMPTS[number % len(PROMPTS)].text, "sampling_params": own, "rid": f"{number}"}
         return requests.post(server.url + "/generate", json=body, timeout=900).json()
 
-    assert turn or set_state(server, dspark_clear_info_records=True)
+    assert set_state(server, dspark_clear_info_records=True)
     with ThreadPoolExecutor(4) as clients:
         return list(clients.map(ask, range(ANSWERS)))
 
@@ -58,6 +56,8 @@ class Known:
     left_out: int
     complete: bool  # as many later tokens exist
     ceiling: int | None  # None: they end too early
+    passed: int  # left-out drafts that equal the realised tokens, up to the first that does not
+    probe: int  # requests that it is a probe for; 0: it is none
 
 
 def known_of(steps: list[dict[str, Any]]) -> list[Known]:
@@ -74,7 +74,10 @@ def known_of(steps: list[dict[str, Any]]) -> list[Known]:
         passed = [*equal, False].index(False)
         parted = passed == len(equal) or realised[passed] is not None
         ceiling = len(step["committed"]) + hidden + passed if parted else None
-        found.append(Known(step["rid"], hidden, max(len(drafts) - rows, 0), None not in realised, ceiling))
+        probe = step["probe"] or (-1, 0)
+        stands_for = probe[1] if probe[0] == step["place"] else 0
+        left_out = max(len(drafts) - rows, 0)
+        found.append(Known(step["rid"], hidden, left_out, None not in realised, ceiling, passed, stands_for))
     return found
 
 
@@ -83,7 +86,13 @@ def recorded(server: ServerProcess) -> tuple[dict[str, Any], list[Known], list[K
     deadline = time.monotonic() + 20
     while True:  # a step that was launched behind the end of the last answer is recorded before its results are counted
         found = record(server)
-        known = known_of([request for step in found["steps"] for request in step["requests"] if request["drafts"]])
+        steps = [
+            request | {"place": place, "probe": step["probe"]}
+            for step in found["steps"]
+            for place, request in enumerate(step["requests"])
+            if request["drafts"]
+        ]
+        known = known_of(steps)
         estimate = found["ceiling"]
         counted = estimate["steps"] + estimate["unresolved"] + estimate["pending"]
         if counted == len(known) or time.monotonic() > deadline:
@@ -117,22 +126,23 @@ def test_greedy_requests_are_exact(server: ServerProcess) -> None:
 
 def test_probes_of_sampled_requests_agree_with_what_was_realised(server: ServerProcess) -> None:
     """So cold that a draft passes if it is the target's choice, in law as in fact; the server only knows the law."""
-    answers: list[dict[str, Any]] = []
-    for turn in range(4):  # how many steps hide something, and are probed, depends on how requests meet
-        answers += ask_all(server, 260, turn, temperature=0.01)
-        estimate, _, judged = recorded(server)
-        if sum(estimate["probes"]) >= 2 * MIN_PROBES:
-            break
-    assert sum(estimate["probes"]) >= 2 * MIN_PROBES
+    answers = ask_all(server, 260, temperature=0.01)
+    estimate, _, judged = recorded(server)
     counted = [step for step in judged if not step.hidden or not step.left_out or step.complete]
-    truth = sum(step.ceiling or 0 for step in counted)
+    sure = [step for step in counted if not step.hidden or not step.left_out]
     assert estimate["steps"] == len(counted)
-    # Some twenty probes speak for 370 hidden steps. Half of the interval is 1.96 standard errors, so twice that is
-    # missed in one of 10,000 runs. What the hidden steps committed is a quarter less than the truth.
-    half = (estimate["high"] - estimate["low"]) / 2
-    assert half < 0.2 * truth
-    assert abs(estimate["middle"] - truth) <= 2 * half
-    assert truth > 1.1 * estimate["committed"]
+    # Which steps are probed, and what a few of them say of all, is chance; what each of them says is not.
+    probed = [step for step in counted if step.probe and step.hidden and step.left_out]
+    assert len(probed) >= MIN_PROBES
+    for left_out in range(1, 7):
+        mine = [step for step in probed if step.left_out == left_out]
+        assert estimate["probes"][left_out] == len(mine)
+        assert estimate["probed_requests"][left_out] == sum(step.probe for step in mine)
+        tokens = sum(step.probe * step.passed for step in mine)
+        assert estimate["probed_tokens"][left_out] == pytest.approx(tokens, abs=0.25 * max(1, len(mine)))
+    assert sum(estimate["probed_tokens"]) > len(probed) / 2, "drafts that never pass would prove nothing"
+    assert estimate["low"] < estimate["middle"] < estimate["high"]
+    assert estimate["low"] >= sum(step.ceiling or 0 for step in sure)
     for answer in answers:
         own = answer["meta_info"]["dspark"]["ceiling"]
         assert own["middle"] is None or own["low"] <= own["middle"] <= own["high"]

@@ -99,3 +99,19 @@ def test_nothing_is_evaluated_without_sampled_requests() -> None:
         assert step.probe is None
         live.add(step)
     assert live.statistics()["solved"]["request_steps"] > 50
+
+
+def test_who_asks_need_not_wait_for_the_next_round() -> None:
+    world, random = world_of("sampled", ROUND), np.random.default_rng(0)
+    live = LiveCeiling(GAMMA, REQUESTS)
+    probes = CeilingProbes(world.draft, live, GAMMA, "cpu")
+    for _ in range(ROUND - 1):
+        live.add(seen(world.run(compact(world, int(random.integers(0, 10)))), world, probes))
+    assert sum(live.statistics()["probes"]) == 0
+    probes.settle()
+    found = live.statistics()
+    assert sum(found["probes"]) > 0
+    assert sum(found["probed_requests"]) == sum(found["probes"]) * REQUESTS
+    assert 0 <= sum(found["probed_tokens"]) <= GAMMA * sum(found["probed_requests"])
+    probes.settle()
+    assert live.statistics()["probes"] == found["probes"]
