@@ -29,7 +29,7 @@ for part in "${@:-smollm2 qwen3-8b mixed overhead pictures}"; do
         case $name in
         smollm2) serve smollm2 "${pair[@]}" --resident 5 --own-static --log-interval 16 --server-args "$(memory 150000)" ;;
         qwen3-8b) serve qwen3-8b --model qwen3-8b --resident 4 --own-static --tokens 128 --input-len 32 --log-interval 4 \
-            --batches 1,8,16,32,64,128,256 --server-args "$(memory 52000)" ;;
+            --levels middle,hopeless,low,high --batches 1,8,16,32,64,128,256 --server-args "$(memory 52000)" ;;
         qwen3-14b) serve qwen3-14b --model qwen3-14b --resident 3 --arms none,builtin-static,dspark-static,dspark-compact \
             --tokens 128 --input-len 32 --log-interval 4 --batches 32,64 --levels middle,low --server-args "$(memory 20000)" ;;
         mixed) run mixed python3 -m benchmarks.mixed "${pair[@]}" --costs 8 --passes 4 --tokens 128 --out "$out/mixed_h200.png" ;;

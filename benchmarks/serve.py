@@ -101,7 +101,8 @@ def cells_of(args: argparse.Namespace, engine: str, results: Results) -> list[se
                 found += [serve_cells.timed(arm, batch, part * batch) for part in budgets]
                 if arm == "dspark-static" and batch == args.batches[len(args.batches) // 2]:
                     found.append(serve_cells.check(arm, batch, args.levels[0]))
-    found.sort(key=lambda cell: (cell.arm, cell.acceptance, cell.batch))
+    order = {level: place for place, level in enumerate(args.levels, 1)}  # as asked for: a lease may end in between
+    found.sort(key=lambda cell: (cell.arm, order.get(cell.acceptance, 0), cell.batch))
     return [cell for cell in found if not results.has(cell.kind, model=args.model, **cell.key)]
 
 

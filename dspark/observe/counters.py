@@ -12,6 +12,7 @@ import threading
 from bisect import bisect_left
 from collections import Counter, defaultdict
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 import numpy as np
@@ -59,29 +60,10 @@ class DraftHistogram:
         self._rows = np.arange(counts.shape[0])[:, None]
         self._accepted = np.arange(counts.shape[0])[None, :]
 
-    def _sum(self, values: np.ndarray) -> int:
-        return int((self.counts * values).sum())
-
     def sums(self) -> dict[str, int]:
         """Counts of drafts, rows and tokens; keys are stable."""
-        tested = np.minimum(self._rows, self._gamma)
-        committed = np.minimum(self._accepted + 1, self._rows)
-        all_passed = self._accepted == tested
-        cut = self._rows <= self._gamma
-        return {
-            "request_steps": self._sum(np.ones_like(self._rows)),
-            "proposed": self._sum(np.full_like(self._rows, self._gamma)),
-            "trimmed": self._sum(self._gamma - tested),
-            "tested": self._sum(tested),
-            "accepted": self._sum(self._accepted),
-            "rejected": self._sum(~all_passed),
-            "unreached": self._sum(tested - self._accepted - ~all_passed),
-            "bonus": self._sum(committed - self._accepted),
-            "committed": self._sum(committed),
-            "rows": self._sum(self._rows),
-            "trimmed_steps": self._sum(cut),
-            "trimmed_all_accepted": self._sum(cut & all_passed),
-        }
+        names, weights = _summed(self._gamma)
+        return dict(zip(names, (weights @ self.counts.ravel()).tolist(), strict=True))
 
     def positions(self) -> dict[str, list[int]]:
         """Per draft position 1..G: tested in its place, reached (every draft before it passed), accepted."""
@@ -100,6 +82,34 @@ class DraftHistogram:
         """Request steps per number of committed tokens 0..W (0 is empty)."""
         committed = np.broadcast_to(np.minimum(self._accepted + 1, self._rows), self.counts.shape)
         return np.bincount(committed.ravel(), self.counts.ravel(), self.counts.shape[0]).astype(int).tolist()
+
+
+@cache
+def _summed(gamma: int) -> tuple[list[str], np.ndarray]:
+    """Names of the sums, and what a request step of each place [(W + 1) * (W + 1)] of the histogram counts for in them.
+
+    One product, since every request that ends asks for them.
+    """
+    rows, accepted = np.indices((gamma + 2, gamma + 2))
+    tested = np.minimum(rows, gamma)
+    committed = np.minimum(accepted + 1, rows)
+    all_passed = accepted == tested
+    cut = rows <= gamma
+    weights = {
+        "request_steps": np.ones_like(rows),
+        "proposed": np.full_like(rows, gamma),
+        "trimmed": gamma - tested,
+        "tested": tested,
+        "accepted": accepted,
+        "rejected": ~all_passed,
+        "unreached": tested - accepted - ~all_passed,
+        "bonus": committed - accepted,
+        "committed": committed,
+        "rows": rows,
+        "trimmed_steps": cut,
+        "trimmed_all_accepted": cut & all_passed,
+    }
+    return list(weights), np.stack([each.ravel().astype(np.int64) for each in weights.values()])
 
 
 class StepCounters:
