@@ -93,10 +93,12 @@ def measure(requests: int, gamma: int, count: int) -> dict[str, Any]:
 def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
     """Measure, print a table, and the result as the last line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--steps", type=int, default=4000)
+    parser.add_argument("--steps", type=int, default=4000, help="from 4 on")
     parser.add_argument("--gamma", type=int, default=7)
     parser.add_argument("--out", type=Path)
     args = parser.parse_args(argv)
+    if args.steps < 4 or args.gamma < 2:
+        raise SystemExit(f"found --steps {args.steps} --gamma {args.gamma}; required are 4 steps and 2 drafts or more")
     rows = [measure(requests, args.gamma, args.steps) for requests in REQUESTS]
     names = [name for name in rows[0] if name != "requests"]
     print(f"{'R':>4} " + " ".join(f"{name:>11} {'longest':>8}" for name in names) + "   microseconds per step")

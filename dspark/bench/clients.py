@@ -17,7 +17,7 @@ def client_threads(count: int) -> Iterator[ThreadPoolExecutor]:
     pool = ThreadPoolExecutor(count)
     try:
         yield pool
+        pool.shutdown()
     except BaseException:
         pool.shutdown(wait=False, cancel_futures=True)
         raise
-    pool.shutdown()

@@ -120,7 +120,7 @@ class Client:
         self._closed = False
 
     def close(self) -> None:
-        """Close the connections; an answer on its way ends with its next piece."""
+        """Close the connections; nothing is sent any more, and an answer on its way ends with its next piece."""
         self._closed = True
         self._http.close()
 
@@ -140,6 +140,8 @@ class Client:
             "stream_options": {"include_usage": True},
         }
         started, first, tokens = time.perf_counter(), None, 0
+        if self._closed:
+            raise HostError(f"found a request to {self._url} behind the end of the load")
         try:
             with self._http.post(self._url + path, json=body, stream=True, timeout=_TIMEOUT_SECONDS) as answer:
                 if answer.status_code != 200:

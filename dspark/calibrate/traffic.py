@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import contextlib
 import itertools
 import uuid
 import zlib
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import FIRST_EXCEPTION, wait
+from concurrent.futures import FIRST_EXCEPTION, Future, wait
 from threading import Event, Lock
 from typing import Any
 
@@ -21,6 +20,7 @@ from dspark.errors import ConfigError, HostError
 _WORDINGS = ("", " Explain your answer.", " Think step by step.", " Answer at length.", " Answer in a few sentences.")
 _TIMEOUT_SECONDS = 600
 _LOOK_SECONDS = 2.0  # between two looks at how many blocks there are
+_ABORTS, _ABORT_SECONDS, _ABORT_PAUSE_SECONDS = 20, 5.0, 0.5
 _ADVICE = (
     f"start it with {COLLECT_VARIABLE}=PATH and {MODE_VARIABLE}=static or cap-accept, without a calibration file, or "
     "pass --target and --draft instead of --url"
@@ -87,22 +87,20 @@ class Traffic:
         with client_threads(self._concurrency) as clients:
             futures = [clients.submit(client) for _ in range(self._concurrency)]
             try:
-                waiting = True
-                while waiting:
+                while True:
                     done, open_ = wait(futures, timeout=_LOOK_SECONDS, return_when=FIRST_EXCEPTION)
+                    for future in done:
+                        future.result()
                     found = self._collected() - start
                     show(found)
-                    failed = any(future.exception() is not None for future in done)
-                    waiting = found < blocks and bool(open_) and not failed
+                    if found >= blocks:
+                        stop.set()
+                    if not open_:
+                        return self._collected() - start
             except BaseException:
                 stop.set()
-                self._abort()
+                self._abort(futures)
                 raise
-            finally:
-                stop.set()
-        for future in futures:
-            future.result()
-        return self._collected() - start
 
     def _jobs(self, greedy: bool) -> Iterator[Job]:
         for turn in range(len(_WORDINGS)) if greedy else itertools.count():
@@ -126,18 +124,28 @@ class Traffic:
         finally:
             self._open.discard(rid)
 
-    def _abort(self) -> None:
-        """Have the server give up on what is on its way, which may take minutes otherwise."""
-        for rid in list(self._open):
-            with contextlib.suppress(HostError):
-                self._request("POST", "/abort_request", {"rid": rid})
+    def _abort(self, clients: Sequence[Future[None]]) -> None:
+        """Have the server give up on what is on its way, which may take minutes otherwise.
+
+        Again and again for a while: a request that the server has not read yet is none that it can give up on.
+        """
+        for _ in range(_ABORTS):
+            for rid in list(self._open):
+                try:
+                    self._request("POST", "/abort_request", {"rid": rid}, _ABORT_SECONDS)
+                except HostError:  # nobody is there to be asked
+                    return
+            if not wait(clients, timeout=_ABORT_PAUSE_SECONDS).not_done:
+                return
 
     def _collected(self) -> int:
         return int(self.server()[1]["collected_blocks"])
 
-    def _request(self, method: str, path: str, body: Any) -> requests.Response:
+    def _request(
+        self, method: str, path: str, body: Any, timeout_seconds: float = _TIMEOUT_SECONDS
+    ) -> requests.Response:
         try:
-            answer = self._http.request(method, self._url + path, json=body, timeout=_TIMEOUT_SECONDS)
+            answer = self._http.request(method, self._url + path, json=body, timeout=timeout_seconds)
         except requests.RequestException as error:
             raise HostError(
                 f"found no answer to {method} {self._url}{path}: {error}; required is a server that runs; its log "

@@ -128,9 +128,10 @@ class ServerProcess:
             timeout_seconds: longest wait for the first answer.
             progress: called while waiting.
         """
-        self._held = held_port(), held_port()
-        free, store = (int(one.getsockname()[1]) for one in self._held)  # the store of torch.distributed is late, too
-        self.port = port or free
+        # Of the server unless it is given, and of the store of torch.distributed, which is opened late as well.
+        self._held = [held_port() for _ in range(1 if port else 2)]
+        store, *free = (int(one.getsockname()[1]) for one in self._held)
+        self.port = port or free[0]
         self.url = f"http://127.0.0.1:{self.port}"
         self.log_path = log_path or _new_log_path()
         self.pid: int | None = None

@@ -20,14 +20,8 @@ def scaled_confidence(logits: torch.Tensor, scale: torch.Tensor, row: torch.Tens
     """
     at = torch.zeros_like(logits[:, 0], dtype=torch.int64) if row is None else row
     knots, values = scale[:, at]
-    found = values[..., 0]
-    last = knots.shape[-1] - 2
-    for piece in range(last + 1):
-        width, rise = (ends[..., piece + 1] - ends[..., piece] for ends in (knots, values))
-        part = logits - knots[..., piece]
-        if piece > 0:
-            part = part.clamp(min=0)
-        if piece < last:
-            part = torch.minimum(part, width)
-        found = found + part * (rise / width)
-    return torch.sigmoid(found)
+    low, high = torch.zeros_like(knots[..., 1:]), knots.diff()
+    slopes = values.diff() / high
+    low[..., 0], high[..., -1] = -torch.inf, torch.inf
+    pieces = (logits[..., None] - knots[..., :-1]).clamp(low, high)  # rising terms, so that the sum rises
+    return torch.sigmoid(values[..., 0] + (pieces * slopes).sum(dim=-1))

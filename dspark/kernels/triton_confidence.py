@@ -46,9 +46,9 @@ class _Tokens(NamedTuple):
 
 class _Scale(NamedTuple):
     bias: Any
-    values: Any
+    curves: Any
     size: Any  # C * G * K
-    count: Any  # K
+    knots: Any  # K
     classes: Any
 
 
@@ -66,15 +66,14 @@ def _dot(left, right, width, DEPTH: tl.constexpr):
 @jit
 def _curve(x, knots, to_values, count):
     """``scaled_confidence`` of one logit, before the sigmoid."""
-    knot, value = tl.load(knots), tl.load(knots + to_values)
-    found = value
+    found = tl.load(knots + to_values)
     for place in range(1, count):
-        next_knot, next_value = tl.load(knots + place), tl.load(knots + to_values + place)
+        knot, value = tl.load(knots + place - 1), tl.load(knots + to_values + place - 1)
+        width = tl.load(knots + place) - knot
         part = x - knot
         part = tl.where((place > 1) & (part < 0.0), 0.0, part)
-        part = tl.where((place < count - 1) & (part > next_knot - knot), next_knot - knot, part)
-        found += part * tl.div_rn(next_value - value, next_knot - knot)
-        knot, value = next_knot, next_value
+        part = tl.where((place < count - 1) & (part > width), width, part)
+        found += part * tl.div_rn(tl.load(knots + to_values + place) - value, width)
     return found
 
 
@@ -101,7 +100,7 @@ def _confidence_kernel(
         at = k.to(tl.int64)
         if CLASSES:
             at += tl.load(scale.classes + request) * gamma
-        logit = _curve(logit, scale.values + at * scale.count, scale.size, scale.count)
+        logit = _curve(logit, scale.curves + at * scale.knots, scale.size, scale.knots)
     tl.store(out + request * out_stride + k, 1.0 / (1.0 + tl.exp(-logit)))
 
 
@@ -175,7 +174,9 @@ def confidence_triton(
     assert weights.scale is None or weights.scale.shape[2] == gamma
     given = (weights.bias, weights.scale, classes)
     bias, values, of = (anchors if tensor is None else tensor for tensor in given)  # what stands in is never read
-    scale = _Scale(bias, values, values.numel() // 2, values.shape[-1], of)
+    # Constants where there is no scale: a number of its own for each batch size would be another kernel each.
+    size, knots = (0, 0) if weights.scale is None else (values.numel() // 2, values.shape[-1])
+    scale = _Scale(bias, values, size, knots, of)
     depth = min(_MAX_DEPTH, power_of_two(width))
     _confidence_kernel[(requests, gamma)](
         _Hidden(hidden, hidden.stride(0), hidden.stride(1), width, hidden if kept is None else kept),

@@ -6,7 +6,7 @@ from collections import deque
 from typing import Generic, TypeVar
 
 REQUEST_STEPS = 64  # of a step that waits, on average: more at once would keep the device waiting for its next step
-# How many steps wait, of each that counts them: never all in one step.
+# How many steps wait, of each that counts them: up to thousands of requests, hardly ever all in one step.
 COUNTERS, CALIBRATION, CEILING = 64, 60, 56
 
 Step = TypeVar("Step")

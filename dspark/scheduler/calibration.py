@@ -34,9 +34,7 @@ def interpolate(x: np.ndarray, knots: np.ndarray, values: np.ndarray) -> np.ndar
     slopes = np.diff(values) / np.diff(knots)
     low, high = np.zeros(slopes.size), np.diff(knots)
     low[0], high[-1] = -np.inf, np.inf
-    return values[0] + sum(
-        slope * np.clip(x - knot, a, b) for slope, knot, a, b in zip(slopes, knots, low, high, strict=False)
-    )
+    return values[0] + np.clip(x[:, None] - knots[:-1], low, high) @ slopes
 
 
 @dataclass(frozen=True, eq=False)

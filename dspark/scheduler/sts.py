@@ -6,7 +6,7 @@ forms are ``dspark.scheduler.calibration``'s: a temperature per position, and wh
 Differences to the paper, which searches the T that minimises the binned calibration error (ECE): that error jumps as
 rows cross bin edges and has several minima where few blocks survive. We minimise the logarithmic loss of a[k], a proper
 score with the same optimum for a head that scaling can repair, plus a penalty worth a few blocks that draws T to 1.
-A temperature is kept only if rows that did not choose it agree; ECE is reported on rows that did neither.
+A temperature, and a curve, is kept only if rows that did not choose it agree; ECE is reported on rows that did neither.
 """
 
 from __future__ import annotations

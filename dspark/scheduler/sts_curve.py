@@ -9,7 +9,7 @@ from scipy.sparse import csr_array
 from dspark.scheduler.calibration import log_sigmoid
 
 KNOTS = 8
-DEVIATION = 1.0  # of a knot's value from the identity, and of the difference of two slopes: how much one expects
+_DEVIATION = 1.0  # of a knot's value from the identity, and of the difference of two slopes: how much one expects
 _TAIL = 0.01  # share of the blocks outside of the first and the last knot
 _LEAST_SLOPE, _MOST_SLOPE = 0.02, 20.0
 _TINY = 1e-12  # probabilities are kept this far from 0 and 1, so that one sure and wrong row does not decide a fit
@@ -46,13 +46,13 @@ def fit_curve(log_before: np.ndarray, x: np.ndarray, y: np.ndarray) -> tuple[np.
         log_c = log_sigmoid(scaled)
         log_a = np.clip(log_before + log_c, np.log(_TINY), -_TINY)
         by_log_a = (1 - y) * np.exp(log_a) / -np.expm1(log_a) - y
-        by_value = hats.T @ (by_log_a * -np.expm1(log_c)) + (values - knots) / DEVIATION**2
-        bends = np.diff(slopes) / DEVIATION**2
+        by_value = hats.T @ (by_log_a * -np.expm1(log_c)) + (values - knots) / _DEVIATION**2
+        bends = np.diff(slopes) / _DEVIATION**2
         # A slope moves all values behind it, and is bent at both of its ends.
         by_slope = gaps * np.cumsum(by_value[::-1])[-2::-1]
         by_slope[1:] += bends
         by_slope[:-1] -= bends
-        penalty = (((values - knots) ** 2).sum() + (np.diff(slopes) ** 2).sum()) / (2 * DEVIATION**2)
+        penalty = (((values - knots) ** 2).sum() + (np.diff(slopes) ** 2).sum()) / (2 * _DEVIATION**2)
         total = float(losses(log_before + log_c, y).sum()) + penalty
         return total / rows, np.concatenate([[by_value.sum()], by_slope]) / rows
 
@@ -65,7 +65,8 @@ def fit_curve(log_before: np.ndarray, x: np.ndarray, y: np.ndarray) -> tuple[np.
 def _places(x: np.ndarray, weight: np.ndarray) -> np.ndarray:
     """[K] rising: equal shares of ``weight`` between them, and never two in one place."""
     order = np.argsort(x)
-    share = np.cumsum(weight[order]) / weight.sum()
+    share = np.cumsum(weight[order] + _TINY)  # should no block get here, all count the same
+    share /= share[-1]
     found = np.interp(np.linspace(_TAIL, 1 - _TAIL, KNOTS), share, x[order])
     least = max(float(found[-1] - found[0]), 1.0) / (10 * KNOTS)
     return np.maximum.accumulate(found - least * np.arange(KNOTS)) + least * np.arange(KNOTS)

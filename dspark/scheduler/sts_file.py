@@ -154,7 +154,7 @@ def parse_sts(
 def _plain(temperatures: Sequence[float], gamma: int, source: str) -> Calibration:
     values = np.array(temperatures, dtype=np.float64)
     require_values("temperatures", values, source, ADVICE, length=gamma)
-    return Calibration(values)
+    return _servable(Calibration(values), source)
 
 
 def _calibration(entry: StsClass, gamma: int, source: str) -> Calibration:
@@ -169,7 +169,18 @@ def _calibration(entry: StsClass, gamma: int, source: str) -> Calibration:
     for name, curves in (("knots", knots), ("values", values)):
         if not np.isfinite(curves).all() or not (np.diff(curves, axis=1) > 0).all():
             refuse(f"{name} in {source} that do not rise", "finite numbers, each larger than the one before", ADVICE)
-    return Calibration(plain.temperatures, Curves(knots, values))
+    return _servable(Calibration(plain.temperatures, Curves(knots, values)), source)
+
+
+def _servable(calibration: Calibration, source: str) -> Calibration:
+    """The calibration, if its curves still rise in the device's float32."""
+    with np.errstate(over="ignore"):
+        curves = calibration.raw_curves().astype(np.float32)
+        if not np.isfinite(curves).all() or not (np.diff(curves, axis=-1) > 0).all():
+            refuse(
+                f"temperatures or knots in {source} beyond float32", "such that knots times T rise in float32", ADVICE
+            )
+    return calibration
 
 
 def sts_class(sampling_temperature: float, fit: StsFit) -> StsClass:

@@ -88,7 +88,8 @@ class StepRecorder:
 
     def note_probe(self, probe: Probe | None) -> None:
         """Say of the newest step which of its requests is a probe of the ceiling, and how many it stands for."""
-        self._steps[-1]["probe"] = None if probe is None else [probe.request, probe.candidates]
+        if self._steps:
+            self._steps[-1]["probe"] = None if probe is None else [probe.request, probe.candidates]
 
     def dump(self) -> dict[str, Any]:
         """The records and how many steps were dropped."""

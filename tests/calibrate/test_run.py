@@ -130,16 +130,22 @@ def test_a_server_that_fails_ends_the_run(server: FakeServer) -> None:
         Traffic(server.url, ["a?"], concurrency=2, tokens=7).run(1.0, 10_000, lambda count: None)
 
 
-def test_an_interrupt_aborts_what_is_on_its_way(server: FakeServer, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Else Ctrl-C would wait for all answers, minutes of them."""
+@pytest.mark.parametrize("wanted", [10_000, 30])
+def test_an_interrupt_aborts_what_is_on_its_way(
+    server: FakeServer, monkeypatch: pytest.MonkeyPatch, wanted: int
+) -> None:
+    """Else Ctrl-C would wait for all answers, minutes of them; also where there are enough and the last ones end."""
     monkeypatch.setattr("dspark.calibrate.traffic._LOOK_SECONDS", 0.01)
     server.answers.clear()
+    looks = 0
 
     def interrupt(count: int) -> None:
-        if len(server.bodies) == 3:
+        nonlocal looks
+        looks += len(server.bodies) == 3
+        if looks == 5:
             raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        Traffic(server.url, ["a?"], concurrency=3, tokens=7).run(1.0, 10_000, interrupt)
+        Traffic(server.url, ["a?"], concurrency=3, tokens=7).run(1.0, wanted, interrupt)
     assert server.answers.wait(60)
     assert sorted(server.aborted) == sorted(body["rid"] for body in server.bodies)
