@@ -102,9 +102,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         "rows": compare(reports),
         "sets": {arm: {key: report["table"] for key, report in by_t.items()} for arm, by_t in reports.items()},
     }
-    if args.out:
-        args.out.write_text(json.dumps(result, indent=1))
-    print(json.dumps({"machine": result["machine"], "rows": result["rows"]}))
+    machine.conclude(result, args.out, {"machine": result["machine"], "rows": result["rows"]})
 
 
 if __name__ == "__main__":

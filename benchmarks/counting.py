@@ -10,7 +10,6 @@ call how long the device may have to wait for its next step. Microseconds; the l
 from __future__ import annotations
 
 import argparse
-import json
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -106,9 +105,7 @@ def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
         cells = " ".join(f"{row[name]['mean']:>11.1f} {row[name]['longest']:>8.0f}" for name in names)
         print(f"{row['requests']:>4} {cells}")
     result = {"benchmark": "counting", "gamma": args.gamma, "rows": rows, "machine": machine.describe()}
-    if args.out is not None:
-        args.out.write_text(json.dumps(result, indent=1) + "\n")
-    print(json.dumps(result))
+    machine.conclude(result, args.out)
     return result
 
 

@@ -17,7 +17,6 @@ its networks (``verify_tail.py``; reference: the same step of torch operators) a
 from __future__ import annotations
 
 import argparse
-import json
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -162,9 +161,7 @@ def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
         "bars": bars,
         "machine": machine.describe(),
     }
-    if args.out is not None:
-        args.out.write_text(json.dumps(result, indent=1) + "\n")
-    print(json.dumps(result))
+    machine.conclude(result, args.out)
     return result
 
 

@@ -293,14 +293,12 @@ def main(argv: Sequence[str] | None = None) -> int:
         "verdicts": found,
         "ok": all(found.values()),
     }
-    if args.out:
-        args.out.write_text(json.dumps(result, indent=1))
     book = report["requests"]
     print(f"{book['sent']} requests, {book['lost']} lost: {book['outcomes']}")
     print(f"growth in MiB between pauses: {report['growth_mib']}; first and last minute: {report['minutes']}")
     for name, held in found.items():
         print(f"{name}: {'yes' if held else 'NO'}")
-    print(json.dumps({key: value for key, value in result.items() if key != "samples"}))
+    machine.conclude(result, args.out, {key: value for key, value in result.items() if key != "samples"})
     return 0 if result["ok"] else 1
 
 

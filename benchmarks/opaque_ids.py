@@ -14,7 +14,6 @@ worse than ``none``.
 from __future__ import annotations
 
 import argparse
-import json
 import random
 import shlex
 import signal
@@ -208,9 +207,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         "rows": rows,
         "no_worse": fine,
     }
-    if args.out:
-        args.out.write_text(json.dumps(result | {"required": required, "texts": answers}, indent=1))
-    print(json.dumps(result))
+    machine.conclude(result | {"required": required, "texts": answers}, args.out, result)
     return 0 if fine else 1
 
 

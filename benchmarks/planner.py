@@ -11,7 +11,6 @@ last line is JSON; ``median_us`` is the planner's median at R = 256.
 from __future__ import annotations
 
 import argparse
-import json
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -131,9 +130,7 @@ def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
         "rows": rows,
         "machine": machine.describe(),
     }
-    if args.out is not None:
-        args.out.write_text(json.dumps(result, indent=1) + "\n")
-    print(json.dumps(result))
+    machine.conclude(result, args.out)
     return result
 
 

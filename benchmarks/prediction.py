@@ -13,7 +13,6 @@ error of a single step; the last line is JSON, with the mean over the cells.
 from __future__ import annotations
 
 import argparse
-import json
 import shlex
 import sys
 from collections.abc import Sequence
@@ -140,11 +139,9 @@ def main(argv: Sequence[str] | None = None) -> None:
     resolve_model(args)
     command = "python -m benchmarks.prediction " + shlex.join(sys.argv[1:] if argv is None else argv)
     result = {"command": command, "model": args.model, **measure(args)}
-    if args.out:
-        args.out.write_text(json.dumps(result, indent=1))
     if result["mean_error"] is not None:
         print(f"mean error {result['mean_error']:.2%}, bar {BAR:.0%}: by context {result['mean_error_by_context']}")
-    print(json.dumps(result))
+    machine.conclude(result, args.out)
 
 
 if __name__ == "__main__":

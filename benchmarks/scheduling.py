@@ -169,9 +169,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         "pins": pins,
         "texts": texts,
     }
-    if args.out:
-        args.out.write_text(json.dumps(result, indent=1))
-    print(json.dumps({key: result[key] for key in ("machine", "rows", "pins", "texts")}))
+    machine.conclude(result, args.out, {key: result[key] for key in ("machine", "rows", "pins", "texts")})
 
 
 if __name__ == "__main__":
