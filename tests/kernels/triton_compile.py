@@ -7,6 +7,7 @@ tensors under a driver that only names its target, and every launch stops after 
 from __future__ import annotations
 
 import json
+from itertools import product
 from typing import Any
 
 import torch
@@ -19,6 +20,7 @@ from benchmarks import kernel_cases
 from dspark.kernels import triton_adjust, triton_allocate, triton_filter, triton_pack, triton_replay, triton_rope
 from dspark.kernels.ragged_pack import ragged_pack
 from dspark.kernels.triton_accept_greedy import FlatResult
+from dspark.kernels.triton_confidence import ConfidenceWeights, confidence_triton
 from dspark.kernels.triton_markov import TILE as MARKOV_TILE
 from dspark.kernels.triton_scan import TILE, Softmax
 from dspark.types import Adjustments, AdjustTable, SamplingRows
@@ -65,9 +67,21 @@ def compile_all() -> dict[str, int]:
     triton_rope.qk_norm_rope_triton(qkv, None, 0.0, torch.ones(9, 64), positions, positions, tuple(caches), queries)
     flags, budget = torch.ones(5, dtype=torch.bool), torch.ones(1, dtype=torch.int64)
     triton_allocate.allocate_lengths_triton(torch.ones(5, 3), budget, lens, offsets, torch.ones(5, 3), flags)
+    _compile_confidences()
     _compile_row_kernels()
     _compile_replay_kernels()
     return found
+
+
+def _compile_confidences() -> None:
+    """With and without the token before, a calibration, and a copy of the block."""
+    hidden, anchors, drafts = torch.ones(5, 7, 64).bfloat16(), torch.ones(5).long(), torch.ones(5, 7).long()
+    table, curves = torch.ones(9, 16).bfloat16(), torch.ones(2, 3, 7, 8)
+    for latents, bias, scale, classes, kept in product(
+        (table, None), (hidden.float()[0, 0, :1], None), (curves, None), (anchors, None), (hidden, None)
+    ):
+        weights = ConfidenceWeights(torch.ones(64 if latents is None else 80), bias, latents, scale)
+        confidence_triton(hidden, anchors, drafts, weights, classes, torch.empty(5, 7), kept)
 
 
 def _compile_row_kernels() -> None:
