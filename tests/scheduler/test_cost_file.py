@@ -169,7 +169,7 @@ def test_a_missing_key_is_named() -> None:
 
 
 def test_a_flat_measurement_is_not_written() -> None:
-    """Reports item 17: fractions of one budget that all cost the same mean that the budget was not applied."""
+    """Fractions of one budget that all cost the same mean that the budget was not applied."""
     with pytest.raises(CostTableError, match="a flat curve"):
         to_json(staircase([8, 64], [1.0, 1.001]))
 

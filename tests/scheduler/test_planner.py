@@ -71,7 +71,7 @@ def test_same_optimum_as_brute_force() -> None:
 
 
 def test_first_descent_would_miss_the_optimum() -> None:
-    """Reports item 36: dear up to 4 rows, level from there on; three drafts are no better than none, seven are best."""
+    """Dear up to 4 rows, level from there on; three drafts are no better than none, seven are best."""
     survival = np.full((1, 7), 0.99, dtype=np.float32)
     costs = TierCosts(staircase([1, 4, 5, 8], [1.0, 4.0, 4.0, 4.0]), np.array([1, 4, 5, 8]), 7)
     assert plan(survival, costs, NO_GUARD, START).budget == 7

@@ -36,7 +36,7 @@ def test_full_window_is_left_only_for_the_minimum_gain() -> None:
 
 
 def test_the_whole_step_is_in_the_denominator() -> None:
-    """Reports item 35: rows look worth trimming only as long as what every step pays is forgotten."""
+    """Rows look worth trimming only as long as what every step pays is forgotten."""
     verify_only = staircase(LADDER, [1.0, 1.05])
     whole_step = dataclasses.replace(verify_only, bias_seconds=20.0)
     assert plan(HOPELESS, TierCosts(verify_only, LADDER, 1), Policy(), START).reason is Reason.TRIMMED
