@@ -43,7 +43,7 @@ def read_config(folder: Path) -> dict[str, Any]:
 
 
 def read_shapes(folder: Path) -> dict[str, tuple[int, ...]]:
-    """Shape of every tensor in the ``*.safetensors`` files, shared modules left out.
+    """Shape of every tensor in the ``*.safetensors`` files.
 
     Raises:
         CheckpointError: no such files, or one is truncated or corrupt.
@@ -61,7 +61,19 @@ def read_shapes(folder: Path) -> dict[str, tuple[int, ...]]:
                     shapes[name] = tuple(handle.get_slice(name).get_shape())
         except (SafetensorError, OSError) as error:
             raise CheckpointError(f"found a corrupt file {path}: {error}; download the checkpoint again") from None
-    return {name: shape for name, shape in shapes.items() if not name.startswith(SHARED_PREFIXES)}
+    return shapes
+
+
+def _check_copies(spec: DraftSpec, shapes: dict[str, tuple[int, ...]]) -> None:
+    """An embedding or LM head that cannot be a copy of the target's is one of the draft's own, which is not used."""
+    required = (spec.vocab_size, spec.hidden_size)
+    for name in ("embed_tokens.weight", "lm_head.weight"):
+        shape = shapes.get(name, required)
+        if shape[1:] != required[1:] or shape[0] < required[0]:  # more rows are padding
+            raise CheckpointError(
+                f"found {name} {list(shape)}; a copy of the target's is {list(required)} or padded; drafts with an "
+                "embedding or LM head of their own (reduced vocabularies) are not supported; pass another draft"
+            )
 
 
 def _few(items: list[str]) -> str:
@@ -71,13 +83,12 @@ def _few(items: list[str]) -> str:
 
 def _settle_confidence(config: dict[str, Any], spec: DraftSpec, shapes: dict[str, tuple[int, ...]]) -> DraftSpec:
     """Let the tensors decide whether there is a confidence head; a flag that says otherwise is an error."""
-    stored = "confidence_head.proj.weight" in shapes
+    stored = any(name.startswith("confidence_head.") for name in shapes)  # a quantised one may have other names
     declared = config.get("enable_confidence_head")
     if declared is not None and bool(declared) != stored:
         raise CheckpointError(
-            f"found enable_confidence_head={declared} but {'a' if stored else 'no'} tensor "
-            "confidence_head.proj.weight; flag and "
-            "weights must agree; fix config.json or download the checkpoint again"
+            f"found enable_confidence_head={declared} but {'a' if stored else 'no'} tensor of a "
+            "confidence head; flag and weights must agree; fix config.json or download the checkpoint again"
         )
     bias = "confidence_head.proj.bias" in shapes
     return spec.model_copy(update={"has_confidence": stored, "confidence_bias": bias})
@@ -124,10 +135,11 @@ def load_draft_spec(folder: Path, *, weights: bool = True) -> DraftSpec:
     spec = DraftSpec.from_config(config)
     if not weights:
         return spec
-    shapes = read_shapes(folder)
-    if config.get("quantization_config"):  # packed tensors have other names and shapes; the host's loader checks them
-        stored = any(name.startswith("confidence_head.") for name in shapes)
-        return spec.model_copy(update={"has_confidence": stored})
+    stored = read_shapes(folder)
+    shapes = {name: shape for name, shape in stored.items() if not name.startswith(SHARED_PREFIXES)}
     spec = _settle_confidence(config, spec, shapes)
+    if config.get("quantization_config"):  # packed tensors have other names and shapes; the host's loader checks them
+        return spec
+    _check_copies(spec, stored)
     check_tensors(spec, shapes)
     return spec

@@ -68,9 +68,18 @@ def test_an_unknown_tensor_is_named(copy: Path) -> None:
         load_draft_spec(copy)
 
 
-def test_copies_of_shared_modules_are_ignored(copy: Path) -> None:
-    edit_tensors(copy, lm_head__weight=torch.zeros(2, 2))
+@pytest.mark.parametrize("rows", [49152, 49216])
+def test_copies_of_shared_modules_are_ignored(copy: Path, rows: int) -> None:
+    edit_tensors(copy, lm_head__weight=torch.zeros(rows, 576, dtype=torch.uint8))
     assert load_draft_spec(copy) == load_draft_spec(EXAMPLE)
+
+
+@pytest.mark.parametrize("shape", [(32000, 576), (49152, 288)])
+def test_a_head_of_its_own_shape_is_no_copy(copy: Path, shape: tuple[int, int]) -> None:
+    """The target's would be used in its place: every draft would be wrong, and the text right."""
+    edit_tensors(copy, lm_head__weight=torch.zeros(shape, dtype=torch.uint8))
+    with pytest.raises(CheckpointError, match=rf"lm_head.weight \[{shape[0]}, {shape[1]}\].*\[49152, 576\]"):
+        load_draft_spec(copy)
 
 
 def test_confidence_flag_and_weights_must_agree(copy: Path) -> None:
@@ -83,6 +92,22 @@ def test_confidence_flag_and_weights_must_agree(copy: Path) -> None:
         load_draft_spec(copy)
     edit_config(copy, enable_confidence_head=...)
     assert not load_draft_spec(copy).has_confidence
+
+
+def test_a_quantised_draft_does_not_lose_its_confidence_head_quietly(copy: Path) -> None:
+    edit_config(copy, quantization_config={"quant_method": "fp8"})
+    assert load_draft_spec(copy).has_confidence
+    edit_tensors(copy, drop=("confidence_head.proj.weight", "confidence_head.proj.bias"))
+    with pytest.raises(CheckpointError, match=r"enable_confidence_head=True but no tensor"):
+        load_draft_spec(copy)
+    edit_config(copy, enable_confidence_head=False)
+    assert not load_draft_spec(copy).has_confidence
+
+
+def test_a_confidence_head_of_other_inputs_is_named(copy: Path) -> None:
+    edit_config(copy, confidence_head_with_markov=False)
+    with pytest.raises(CheckpointError, match=r"confidence_head.proj.weight \[1, 640\] instead of \[1, 576\]"):
+        load_draft_spec(copy)
 
 
 def test_a_confidence_head_without_bias_is_accepted(copy: Path) -> None:

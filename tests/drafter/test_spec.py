@@ -71,14 +71,30 @@ def test_every_required_field_is_named_when_absent(config: dict[str, Any], field
         ({"transformer_layer_config": {}}, "speculators format"),
         ({"dspark_block_size": 5}, "DeepSeek-V4 bundle format"),
         ({"dflash_config": {}}, "nested DFlash/DSpark format"),
+        ({"dspark_config": {"mask_token_id": 4}}, "nested DFlash/DSpark format"),
         ({"sample_from_anchor": False}, "sample_from_anchor=False"),
         ({"layer_types": ["full_attention", "sliding_attention", "full_attention"]}, "sliding_attention"),
+        ({"use_sliding_window": True, "sliding_window": 512}, "sliding_attention"),
+        ({"layer_types": None, "sliding_window": 512}, "sliding_attention"),
         ({"hidden_act": "gelu"}, "hidden_act='gelu'"),
     ],
 )
 def test_what_cannot_be_right_is_refused_by_name(config: dict[str, Any], change: dict[str, Any], text: str) -> None:
     with pytest.raises(CheckpointError, match=text):
         DraftSpec.from_config(config | change)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"sliding_window": None},
+        {"sliding_window": None, "layer_types": None},
+        {"sliding_window": 512, "use_sliding_window": False},
+        {"sliding_window": 512, "use_sliding_window": False, "layer_types": None},
+    ],
+)
+def test_a_window_that_is_not_used_is_no_window(config: dict[str, Any], change: dict[str, Any]) -> None:
+    assert DraftSpec.from_config(config | change) == DraftSpec.from_config(config)
 
 
 def test_rope_may_be_spelled_both_ways(config: dict[str, Any]) -> None:
