@@ -6,6 +6,7 @@ import json
 import os
 import shutil
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -70,12 +71,71 @@ def test_a_shorter_block_may_be_given_both_ways(resolve: Any, flags: dict[str, i
         ({"page_size": 16}, "--page-size 16"),
         ({"speculative_accept_threshold_acc": 0.5}, "--speculative-accept-threshold"),
         ({"enable_memory_saver": True}, "--enable-memory-saver"),
+        ({"disaggregation_mode": "prefill"}, "--disaggregation-mode prefill"),
+        ({"disaggregation_mode": "decode"}, "--disaggregation-mode decode"),
         ({"speculative_draft_attention_backend": "triton"}, "--speculative-draft-attention-backend triton"),
     ],
 )
 def test_what_cannot_be_served_is_named(resolve: Any, flags: dict[str, Any], text: str) -> None:
     with pytest.raises((ConfigError, CheckpointError), match=text):
         resolve(**flags)
+
+
+def test_targets_whose_state_cannot_be_taken_back_are_refused(resolve: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A rejected draft leaves no trace in plain KV; in recurrent layers and in rings of a window it does."""
+    from sglang.srt.configs import hybrid_arch
+    from sglang.srt.configs.model_config import ModelConfig
+
+    with monkeypatch.context() as patch:
+        patch.setattr(
+            ModelConfig, "is_hybrid_swa", property(lambda self: True, lambda self, value: None), raising=False
+        )
+        with pytest.raises(ConfigError, match="a target with sliding-window layers"):
+            resolve()
+    monkeypatch.setattr(hybrid_arch, "mambaish_config", lambda config: config)
+    with pytest.raises(ConfigError, match="a target with recurrent layers"):
+        resolve()
+
+
+@pytest.mark.parametrize("backend", ["triton", "flashinfer", "fa4", "trtllm_mha"])
+@pytest.mark.parametrize(
+    "flag", ["prefill_attention_backend", "decode_attention_backend", "speculative_draft_attention_backend"]
+)
+def test_a_gpu_takes_no_attention_that_was_not_tested(flag: str, backend: str) -> None:
+    """The draft's block sees both directions inside a captured step, which few backends can replay."""
+    fields = ("attention_backend", "decode_attention_backend", "prefill_attention_backend")
+    args = SimpleNamespace(device="cuda", speculative_draft_attention_backend="fa3", **dict.fromkeys(fields, "fa3"))
+    arguments._resolve_backend(args)
+    setattr(args, flag, backend)
+    with pytest.raises(ConfigError, match=f"attention backend '{backend}'.*fa3"):
+        arguments._resolve_backend(args)
+
+
+@pytest.mark.parametrize(
+    ("target_method", "draft_method", "own", "expected"),
+    [
+        (None, None, False, None),
+        ("fp8", "fp8", False, None),  # what the host passes on from the target
+        ("fp8", "fp8", True, "fp8"),
+        ("fp8", None, False, None),
+        (None, "fp8", False, "fp8"),  # asked for by hand
+    ],
+)
+def test_a_draft_is_not_read_with_the_quantisation_of_its_target(
+    tmp_path: Path, target_method: str | None, draft_method: str | None, own: bool, expected: str | None
+) -> None:
+    config = json.loads((DRAFT / "config.json").read_text())
+    if own:
+        config["quantization_config"] = {"quant_method": "fp8"}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    args = SimpleNamespace(
+        speculative_draft_model_path=str(tmp_path),
+        speculative_draft_model_revision=None,
+        quantization=target_method,
+        speculative_draft_model_quantization=draft_method,
+    )
+    arguments._resolve_draft_quantization(args)
+    assert args.speculative_draft_model_quantization == expected
 
 
 def test_the_target_is_no_draft(resolve: Any, target: Path) -> None:

@@ -167,6 +167,24 @@ def test_what_is_not_plain_keeps_the_layers(net: Any) -> None:
     assert_equal(write(net, pool_of(net), 5, fused=True), required, "caches")
 
 
+def test_contexts_longer_than_the_drafts_own_limit_have_rotations(net: Any) -> None:
+    """The host lengthens the tables after loading. Blocks at the end of a context that the target serves and the draft
+    was not trained for must rotate as by a longer table: an index past its end would read what lies behind."""
+    from sglang.srt.utils.common import reserve_rope_cache_for_long_sequences
+
+    context, window = 20_000, net.spec.window
+    assert net.spec.max_position < context
+    args = SimpleNamespace(context_length=context, speculative_num_steps=1, speculative_num_draft_tokens=window)
+    reserve_rope_cache_for_long_sequences(net, args, SimpleNamespace())
+    rotations = [layer.self_attn.rotary_emb for layer in net.layers]
+    assert all(each.cos_sin_cache.shape[0] >= context + 2 * window for each in rotations)
+    positions = torch.arange(context - 2, context + window, device=DEVICE)
+    longer = get_rope(64, rotary_dim=64, max_position=2 * context, base=net.spec.rope_theta)
+    required = longer.to(DEVICE).cos_sin_cache[positions]
+    for each in rotations:
+        assert_close(each.cos_sin_cache[positions], required, NEAR, "angles")
+
+
 def test_rotations_that_the_kernel_knows(host: None) -> None:
     del host
     llama = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
