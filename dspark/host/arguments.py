@@ -182,6 +182,8 @@ def refused_features(server_args: Any) -> list[tuple[str, str]]:
         ),
         (mambaish_config(target) is not None, "a target with recurrent layers", "serve a pure attention target"),
         (bool(target.is_hybrid_swa), "a target with sliding-window layers", "serve a full-attention target"),
+        # The host cuts the positions of a verify into rows of equal length per request, which packed windows are not.
+        (bool(target.model_is_mrope), "a target with multimodal rotary positions (mrope)", "serve a text target"),
     )
     return [(found, remedy) for present, found, remedy in checks if present]
 
