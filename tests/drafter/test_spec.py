@@ -73,6 +73,9 @@ def test_every_required_field_is_named_when_absent(config: dict[str, Any], field
         ({"dflash_config": {}}, "nested DFlash/DSpark format"),
         ({"dspark_config": {"mask_token_id": 4}}, "nested DFlash/DSpark format"),
         ({"sample_from_anchor": False}, "sample_from_anchor=False"),
+        ({"shift_label": True}, "shift_label=True"),
+        ({"query_zero_predicts_next": False}, "query_zero_predicts_next=False"),
+        ({"sample_from_anchor": True, "shift_label": True}, "shift_label=True"),
         ({"layer_types": ["full_attention", "sliding_attention", "full_attention"]}, "sliding_attention"),
         ({"use_sliding_window": True, "sliding_window": 512}, "sliding_attention"),
         ({"layer_types": None, "sliding_window": 512}, "sliding_attention"),
@@ -95,6 +98,13 @@ def test_what_cannot_be_right_is_refused_by_name(config: dict[str, Any], change:
 )
 def test_a_window_that_is_not_used_is_no_window(config: dict[str, Any], change: dict[str, Any]) -> None:
     assert DraftSpec.from_config(config | change) == DraftSpec.from_config(config)
+
+
+def test_a_layout_that_is_declared_as_ours_is_read(config: dict[str, Any]) -> None:
+    """Anchor first: row k predicts anchor + k + 1. DeepSpec's own exports say nothing and mean the same."""
+    declared = {"sample_from_anchor": True, "shift_label": False, "query_zero_predicts_next": True}
+    assert DraftSpec.from_config(config | declared) == DraftSpec.from_config(config)
+    assert not declared.keys() & config.keys()
 
 
 def test_rope_may_be_spelled_both_ways(config: dict[str, Any]) -> None:

@@ -5,7 +5,9 @@ from __future__ import annotations
 from types import SimpleNamespace
 from typing import Any
 
+import pytest
 import torch
+from sglang.srt.constrained.reasoner_grammar_backend import ReasonerGrammarObject
 from sglang.srt.layers.logits_processor import LogitsProcessorOutput
 
 from dspark.host.extras import StepExtras, attach_prefill
@@ -13,6 +15,7 @@ from dspark.kernels.ragged_pack import ragged_pack
 from tests.compare import FLOAT_32, assert_close, assert_equal
 
 VOCAB, WINDOW = 40, 3
+END = 35  # of thinking
 
 
 class Ascending:
@@ -68,6 +71,43 @@ def test_each_row_is_masked_by_the_text_before_it() -> None:
     assert_equal(found[5], logits[5], "no grammar")
     assert_equal(found[8], logits[8], "after the end of the grammar")
     assert [g.tokens for g in grammars if g] == [[7], [3], [37]]
+
+
+def only(logits: torch.Tensor, token: int) -> torch.Tensor:
+    """[V] logits that leave one token."""
+    return logits.masked_fill(torch.arange(VOCAB) != token, -torch.inf)
+
+
+@pytest.mark.parametrize("window", [1, WINDOW])
+def test_a_budget_of_no_drafts_leaves_a_masked_row_each(window: int) -> None:
+    """One row per request: of a whole block (drafts that nobody verifies), and of a step without a draft."""
+    windows = torch.tensor([[7, 8, 9], [1, 2, 3], [3, 20, 5]])[:, :window]
+    packed = ragged_pack(torch.ones(3, dtype=torch.int32), 4, window)
+    logits = torch.randn(4, VOCAB, generator=torch.Generator().manual_seed(4))
+    found, extras = logits.clone(), StepExtras(batch_of([Ascending(7), None, Ascending(3)]))
+    extras.drafted(windows)
+    extras.mask(found, packed, window)
+    required = torch.stack([only(logits[0], 8), logits[1], only(logits[2], 4)])
+    assert_equal(found[:3], required, "masked rows")
+
+
+@pytest.mark.parametrize("draft", [END, 8])
+def test_a_grammar_waits_for_the_end_of_thinking(draft: int) -> None:
+    """Drafts may hold the marker: rows behind it are masked, those before it are not, and nothing stays advanced."""
+    grammar = ReasonerGrammarObject(Ascending(4), [END])
+    grammar.maybe_init_reasoning(True)
+    logits = torch.randn(WINDOW, VOCAB, generator=torch.Generator().manual_seed(5))
+    found, extras = logits.clone(), StepExtras(batch_of([grammar]))
+    for _ in range(2):  # the second look at the same window finds the grammar where the first one did
+        found.copy_(logits)
+        extras.drafted(torch.tensor([[30, draft, 5]]))
+        extras.mask(found, None, WINDOW)
+        required = logits.clone()
+        if draft == END:
+            required[1], required[2] = only(logits[1], 5), only(logits[2], 6)
+        assert_equal(found, required, "rows before and behind the marker")
+    assert grammar.grammar.tokens == [4]
+    assert (grammar.tokens_in_think, grammar.tokens_after_end) == (0, -1)
 
 
 def test_logprobs_come_for_each_place_of_the_requests_that_want_them() -> None:

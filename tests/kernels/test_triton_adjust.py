@@ -64,8 +64,19 @@ def test_a_window_is_adjusted_as_if_decoded_token_by_token() -> None:
 
 @pytest.mark.parametrize(
     ("rows", "vocab", "words"),
-    [(0, 5, 1), (1, 1, 1), (3, 31, 1), (4, 32, 1), (5, 33, 2), (2, 100, 2), (1, 151_936, 4748), (2, 151_936, 4740)],
+    [
+        (0, 5, 1),
+        (1, 1, 1),
+        (3, 31, 1),
+        (4, 32, 1),
+        (5, 33, 2),
+        (2, 100, 2),
+        (1, 151_936, 4748),
+        (2, 151_936, 4740),
+        (3, 33, 3),
+        (2, 151_936, 4749),
+    ],
 )
 def test_a_grammar_masks_bit_by_bit(rows: int, vocab: int, words: int) -> None:
-    """Also where the grammar knows fewer tokens than the target."""
+    """Also where the grammar knows fewer tokens than the target, or its mask is a word wider."""
     check_mask(rows, vocab, words, tile=1 << 15 if vocab > 1000 else 32)

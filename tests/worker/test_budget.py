@@ -209,3 +209,16 @@ def run_ten(budgets: BudgetScheduler, survival: torch.Tensor) -> list[StepBudget
         found.append(budgets.decide(np.arange(10), np.ones(10, dtype=np.int64), 0.0))
         budgets.publish(survival, found[-1].tier, found[-1].depth)
     return found
+
+
+@pytest.mark.parametrize("mode", ["static", "compact", "cap-accept"])
+@pytest.mark.parametrize("pin", [None, 0.0, 0.5, 1.0])
+def test_a_batch_above_every_tier_is_budgeted_all_the_same(mode: str, pin: float | None) -> None:
+    """It runs eagerly: no row is dropped because no graph has room for it."""
+    budgets = scheduler(mode, steep(), [4, 5])
+    budgets.pin(pin)
+    for budget in run(budgets, constant(0.4, 6)):
+        eager = budget.unpadded(REQUESTS, GAMMA)
+        assert 0 <= eager.drafts <= REQUESTS * GAMMA
+        assert eager.tier == (REQUESTS + eager.drafts if eager.packed else FULL)
+        assert pin is None or eager.drafts == math.floor(pin * REQUESTS * GAMMA)

@@ -1,0 +1,59 @@
+"""Which steps a server's graphs hold; all others run eagerly, and the counters say why."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import pytest
+
+from dspark.cuda_graph.static import StepBuffers
+from dspark.host import cpu
+from dspark.types import StepBudget
+
+cpu.install_if_no_gpu()
+
+from dspark.host.graphs import StepGraphs  # noqa: E402
+
+BATCH, SPLIT, PIN = "batch larger than any graph", "general step larger than any graph", "pinned budget in cap-accept"
+
+
+def graphs(full_windows: bool = False, split_tiers: tuple[int, ...] = (8, 16)) -> StepGraphs:
+    """Of batches to 8; steps of the general kind to 16 rows, or 4 requests without a draft."""
+    found = StepGraphs.__new__(StepGraphs)
+    found.buffers = StepBuffers(8, 4, "cpu")
+    found._split_tiers, found._split_slots, found._full_windows = list(split_tiers), [2, 4], full_windows
+    return found
+
+
+@pytest.mark.parametrize(
+    ("requests", "budget", "kind", "reason"),
+    [
+        (8, StepBudget(True, 24, 32, packed=True), "sampled", None),
+        (9, StepBudget(True, 0, 12, packed=True), "greedy", BATCH),
+        (9, StepBudget(False, 0, 12, packed=True), "general", BATCH),
+        (
+            4,
+            StepBudget(True, 12, 24, packed=True),
+            "general",
+            None,
+        ),  # its 16 rows, not those of the other ladder's tier
+        (5, StepBudget(True, 12, 24, packed=True), "general", SPLIT),
+        (4, StepBudget(False, 0, 8, packed=True), "general", None),
+        (5, StepBudget(False, 0, 8, packed=True), "general", SPLIT),
+    ],
+)
+def test_what_no_graph_holds_is_named(requests: int, budget: StepBudget, kind: str, reason: str | None) -> None:
+    batch = SimpleNamespace(reqs=[None] * requests)
+    assert graphs().refusal(batch, budget, kind) == reason
+
+
+def test_cap_accept_replays_full_windows_only() -> None:
+    batch, full = SimpleNamespace(reqs=[None] * 4), StepBudget(True, 5, 16, packed=False)
+    pinned, off = StepBudget(True, 5, 9, packed=True), StepBudget(False, 0, 4, packed=True)
+    found = graphs(full_windows=True)
+    assert [found.refusal(batch, budget, "greedy") for budget in (full, pinned, off)] == [None, PIN, None]
+
+
+def test_without_room_for_their_logits_all_general_steps_are_eager() -> None:
+    batch, budget = SimpleNamespace(reqs=[None]), StepBudget(True, 0, 1, packed=True)
+    assert graphs(split_tiers=()).refusal(batch, budget, "general") == SPLIT
