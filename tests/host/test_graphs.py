@@ -6,13 +6,17 @@ from types import SimpleNamespace
 
 import pytest
 
+from dspark.config import Settings
 from dspark.cuda_graph.static import StepBuffers
+from dspark.drafter.checkpoint import load_draft_spec
 from dspark.host import cpu
 from dspark.types import StepBudget
+from tests.conftest import DRAFT
 
 cpu.install_if_no_gpu()
 
-from dspark.host.graphs import StepGraphs  # noqa: E402
+from dspark.host import graphs as host_graphs  # noqa: E402
+from dspark.host.graphs import StepGraphs, build_graphs  # noqa: E402
 
 BATCH, SPLIT, PIN = "batch larger than any graph", "general step larger than any graph", "pinned budget in cap-accept"
 
@@ -57,3 +61,26 @@ def test_cap_accept_replays_full_windows_only() -> None:
 def test_without_room_for_their_logits_all_general_steps_are_eager() -> None:
     batch, budget = SimpleNamespace(reqs=[None]), StepBudget(True, 0, 1, packed=True)
     assert graphs(split_tiers=()).refusal(batch, budget, "general") == SPLIT
+
+
+@pytest.mark.parametrize(("free_requests", "ranks", "most"), [(100, 1, 100), (1000, 1, 256), (0, 1, 1), (100, 2, 256)])
+def test_distributions_fit_a_quarter_of_the_free_memory(
+    monkeypatch: pytest.MonkeyPatch, free_requests: int, ranks: int, most: int
+) -> None:
+    """Not with several ranks: each would see memory of its own and capture other batches."""
+    spec = load_draft_spec(DRAFT)
+    captured: list[int] = []
+
+    def record(*_: object, max_requests: int, tiers: list[int], **__: object) -> SimpleNamespace:
+        captured.append(max_requests)
+        assert tiers[-1] == max_requests * spec.window
+        return SimpleNamespace(capture=lambda: None)
+
+    monkeypatch.setattr(host_graphs, "StepGraphs", record)
+    free_bytes = 4 * (free_requests * 4 * spec.gamma * spec.vocab_size)
+    monkeypatch.setattr(host_graphs, "_free_bytes", lambda device: free_bytes)
+    decode = SimpleNamespace(backend="full", max_bs=256)
+    config, shared = SimpleNamespace(decode=decode), SimpleNamespace()
+    args = SimpleNamespace(cuda_graph_config=config, device="cuda", tp_size=ranks, max_running_requests=512)
+    assert build_graphs(args, spec, Settings(), shared, shared, shared, None) is not None
+    assert captured == [most]
