@@ -47,6 +47,24 @@ def test_a_refused_request_loses_what_it_was_refused_for() -> None:
     assert refusal(req) is None
 
 
+@pytest.mark.parametrize(
+    ("field", "value", "text"),
+    [
+        ("return_hidden_states", True, "return_hidden_states"),
+        ("custom_logit_processor", "processor", "custom_logit_processor"),
+        ("input_embeds", [[0.5]], "input_embeds"),
+        ("lora_id", "adapter", "a LoRA adapter"),
+    ],
+)
+def test_what_a_request_cannot_ask_for_is_named(field: str, value: object, text: str) -> None:
+    req = SimpleNamespace(sampling_params=SamplingParams(), origin_input_ids=[1], vocab_size=10, multimodal_inputs=None)
+    req.lora_id = req.input_embeds = req.custom_logit_processor = None
+    req.return_hidden_states = False
+    assert refusal(req) is None
+    setattr(req, field, value)
+    assert f"does not support {text} yet" in str(refusal(req))
+
+
 @pytest.mark.parametrize("value", ["much", None, True, [1.0]])
 def test_a_bias_that_is_no_number_is_refused(value: object) -> None:
     """The host checks the tokens only, and a conversion inside the scheduler would end it."""
