@@ -7,6 +7,7 @@ current block. Source: DSpark paper eqs. (2) and (3).
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterable
 from typing import Any
 
@@ -32,6 +33,8 @@ from dspark.errors import CheckpointError, ConfigError, HostError
 from dspark.host.arguments import draft_spec_of
 from dspark.host.context_kv import ContextProjection
 from dspark.kernels.triton_rope import qk_norm_rope
+
+logger = logging.getLogger("dspark")
 
 _STACKED = (
     # (checkpoint name, parameter here, shard)
@@ -262,6 +265,12 @@ class DSparkDraftNet(nn.Module):
         if untouched:
             raise CheckpointError(f"found no tensors for {', '.join(sorted(untouched))}; download the checkpoint again")
         self._projection.load()
+        norms = [parameter for name, parameter in parameters.items() if "norm" in name]
+        if all(bool((norm == 1).all()) for norm in norms):
+            logger.warning(
+                "dspark: every norm of the draft is exactly 1, as before any training; its drafts will miss; "
+                "check that this is the trained checkpoint"
+            )
 
 
 def _parameter_of(name: str) -> tuple[str, str | int | None]:

@@ -71,6 +71,7 @@ def test_a_shorter_block_may_be_given_both_ways(resolve: Any, flags: dict[str, i
         ({"page_size": 16}, "--page-size 16"),
         ({"speculative_accept_threshold_acc": 0.5}, "--speculative-accept-threshold"),
         ({"enable_memory_saver": True}, "--enable-memory-saver"),
+        ({"speculative_draft_window_size": 512}, "--speculative-draft-window-size"),
         ({"disaggregation_mode": "prefill"}, "--disaggregation-mode prefill"),
         ({"disaggregation_mode": "decode"}, "--disaggregation-mode decode"),
         ({"speculative_draft_attention_backend": "triton"}, "--speculative-draft-attention-backend triton"),
@@ -150,6 +151,20 @@ def test_a_draft_of_another_target_is_refused(resolve: Any, tmp_path: Path) -> N
     (other / "config.json").write_text(json.dumps(config | {"num_target_layers": 28}))
     with pytest.raises(CheckpointError, match=r"num_target_layers=28"):
         resolve(speculative_draft_model_path=str(other))
+
+
+def test_a_context_beyond_the_drafts_own_is_said(
+    resolve: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    other = tmp_path / "draft"
+    shutil.copytree(DRAFT, other)
+    config = json.loads((other / "config.json").read_text())
+    for limit, said in ((8192, False), (4096, True)):
+        (other / "config.json").write_text(json.dumps(config | {"max_position_embeddings": limit}))
+        arguments._load_spec.cache_clear()
+        caplog.clear()
+        resolve(speculative_draft_model_path=str(other))
+        assert ("acceptance may fall beyond them" in caplog.text) is said
 
 
 def _draft_without_confidence(folder: Path) -> Path:

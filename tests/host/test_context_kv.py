@@ -100,9 +100,9 @@ def test_new_weights_arrive_at_the_old_address(net: Any) -> None:
     assert_close(fused, write(net, pool_of(net), 5, fused=False), NEAR, "caches")
 
 
-def test_loading_a_checkpoint_renews_the_copies(net: Any) -> None:
+def checkpoint_of(net: Any) -> list[tuple[str, torch.Tensor]]:
+    """Random tensors under the names of a checkpoint."""
     names = {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_proj", "up_proj")}
-    write(net, pool_of(net), 1, fused=True)
     tensors = []
     for name, parameter in net.named_parameters():
         stacked = next((key for key in names if key in name), None)
@@ -113,9 +113,25 @@ def test_loading_a_checkpoint_renews_the_copies(net: Any) -> None:
             sizes = [attention.q_size, attention.kv_size, attention.kv_size]
         for part, size in zip(parts, sizes, strict=True):
             tensors.append((name.replace(stacked or name, part or name), torch.randn(size, *parameter.shape[1:])))
-    net.load_weights(tensors)
+    return tensors
+
+
+def test_loading_a_checkpoint_renews_the_copies(net: Any) -> None:
+    write(net, pool_of(net), 1, fused=True)
+    net.load_weights(checkpoint_of(net))
     pool = pool_of(net)
     assert_close(write(net, pool, 5, fused=True), write(net, pool_of(net), 5, fused=False), NEAR, "caches")
+
+
+@pytest.mark.parametrize("trained", [False, True])
+def test_an_untrained_draft_is_said(net: Any, trained: bool, caplog: pytest.LogCaptureFixture) -> None:
+    """One norm that training has moved is enough."""
+    tensors = checkpoint_of(net)
+    tensors = [(name, torch.ones_like(value) if "norm" in name else value) for name, value in tensors]
+    if trained:
+        dict(tensors)["norm.weight"][3] = 0.75
+    net.load_weights(tensors)
+    assert ("before any training" in caplog.text) is not trained
 
 
 @torch.no_grad()
