@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -16,31 +17,12 @@ from safetensors.torch import load_file, save_file
 from dspark.errors import CheckpointError, ConfigError, CostTableError
 from dspark.host import arguments, schedule
 from tests.conftest import DRAFT
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _plugins() -> None:
-    from sglang.srt.plugins import load_plugins
-
-    load_plugins()
+from tests.host.served import served_args
 
 
 @pytest.fixture
 def resolve(target: Path):
-    def make(**change: Any) -> Any:
-        from sglang.srt.server_args import ServerArgs
-
-        arguments = {
-            "model_path": str(target),
-            "device": "cpu",
-            "dtype": "float32",
-            "disable_cuda_graph": True,
-            "speculative_algorithm": "DSPARK",
-            "speculative_draft_model_path": str(DRAFT),
-        }
-        return ServerArgs(**(arguments | change))
-
-    return make
+    return partial(served_args, target)
 
 
 def test_the_trained_block_is_the_default(resolve: Any) -> None:

@@ -8,32 +8,20 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from sglang.srt.plugins import load_plugins
 
 from dspark.config import Settings
 from dspark.cuda_graph.timing import StepTime
 from dspark.host import arguments, schedule
 from dspark.worker.budget import BudgetScheduler
-from tests.conftest import DRAFT
-
-load_plugins()
+from tests.host.served import served_args
 
 STEPS, REQUESTS, SLOTS = 120, 4, 9
 
 
 @pytest.fixture
 def args(target: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
-    from sglang.srt.server_args import ServerArgs
-
     monkeypatch.setenv("SGLANG_RAGGED_VERIFY_MODE", "compact")
-    return ServerArgs(
-        model_path=str(target),
-        device="cpu",
-        dtype="float32",
-        disable_cuda_graph=True,
-        speculative_algorithm="DSPARK",
-        speculative_draft_model_path=str(DRAFT),
-    )
+    return served_args(target)
 
 
 def decisions(args: Any, speed: float) -> list[tuple[int, int]]:

@@ -6,13 +6,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from sglang.srt.plugins import load_plugins
 
 from dspark.errors import ConfigError
 from dspark.host.arguments import refused_features, resolve_server_args
-from tests.conftest import DRAFT
-
-load_plugins()
+from tests.host.served import served_args
 
 FLAGS = [
     ("pp_size", 2, "--pp-size 2"),
@@ -37,16 +34,7 @@ FLAGS = [
 @pytest.fixture(scope="module")
 def served(target: Path) -> Any:
     """Arguments that are served; a test changes one of them and puts it back."""
-    from sglang.srt.server_args import ServerArgs
-
-    return ServerArgs(
-        model_path=str(target),
-        device="cpu",
-        dtype="float32",
-        disable_cuda_graph=True,
-        speculative_algorithm="DSPARK",
-        speculative_draft_model_path=str(DRAFT),
-    )
+    return served_args(target)
 
 
 def refused(args: Any) -> str:
