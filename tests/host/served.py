@@ -9,10 +9,11 @@ from sglang.srt.plugins import load_plugins
 
 from tests.conftest import DRAFT
 
+load_plugins()
+
 
 def served_args(target: Path, **change: Any) -> Any:
     """The host's arguments for the demo's models on a CPU, resolved by the plugin; ``change`` replaces some."""
-    load_plugins()
     from sglang.srt.server_args import ServerArgs
 
     arguments = {
