@@ -144,6 +144,15 @@ def test_probes_of_sampled_requests_agree_with_what_was_realised(server: ServerP
         assert estimate["probed_tokens"][left_out] == pytest.approx(tokens, abs=ties)
     assert sum(estimate["probed_tokens"]) > len(probed) / 2, "drafts that never pass would prove nothing"
     assert estimate["known"]["tokens"] + estimate["solved"]["tokens"] == sum(step.ceiling or 0 for step in sure)
+    # The rest is what the probes say of the steps with about as many drafts left out: never more than any of them says.
+    means = [
+        tokens / requests_
+        for tokens, requests_ in zip(estimate["probed_tokens"], estimate["probed_requests"], strict=True)
+        if requests_
+    ]
+    drawn = estimate["sampled"]
+    certain = sum(step.ceiling or 0 for step in sure) + sum(count * (8 - left) for left, count in enumerate(drawn))
+    assert certain + min(means) * sum(drawn) <= estimate["middle"] <= certain + max(means) * sum(drawn)
     assert estimate["low"] < estimate["middle"] < estimate["high"]
     assert sum(step.ceiling or 0 for step in counted) > 1.1 * estimate["committed"]
     for answer in answers:
