@@ -126,7 +126,7 @@ def test_greedy_requests_are_exact(server: ServerProcess) -> None:
 
 def test_probes_of_sampled_requests_agree_with_what_was_realised(server: ServerProcess) -> None:
     """So cold that a draft passes if it is the target's choice, in law as in fact; the server only knows the law."""
-    answers = ask_all(server, 260, temperature=0.01)
+    answers = ask_all(server, 260, temperature=1e-5)
     estimate, _, judged = recorded(server)
     counted = [step for step in judged if not step.hidden or not step.left_out or step.complete]
     sure = [step for step in counted if not step.hidden or not step.left_out]
@@ -134,14 +134,17 @@ def test_probes_of_sampled_requests_agree_with_what_was_realised(server: ServerP
     # Which steps are probed, and what a few of them say of all, is chance; what each of them says is not.
     probed = [step for step in counted if step.probe and step.hidden and step.left_out]
     assert len(probed) >= MIN_PROBES
+    parted = []
     for left_out in range(1, 7):
         mine = [step for step in probed if step.left_out == left_out]
         assert estimate["probes"][left_out] == len(mine)
         assert estimate["probed_requests"][left_out] == sum(step.probe for step in mine)
-        # Two tokens that nearly tie have a chance between 0 and 1: a quarter of a token per probe, as weighted.
-        tokens = sum(step.probe * step.passed for step in mine)
-        ties = 0.25 * sum(step.probe for step in mine)
-        assert estimate["probed_tokens"][left_out] == pytest.approx(tokens, abs=ties)
+        tokens, found = sum(step.probe * step.passed for step in mine), estimate["probed_tokens"][left_out]
+        if found != pytest.approx(tokens, abs=0.01):
+            parted.append((left_out, found, tokens))
+    # Logits within 1e-4 of each other have chances between 0 and 1 even so, rarely: one block may.
+    assert len(parted) <= 1, parted
+    assert all(abs(found - tokens) <= 4 * left_out for left_out, found, tokens in parted), parted
     assert sum(estimate["probed_tokens"]) > len(probed) / 2, "drafts that never pass would prove nothing"
     assert estimate["known"]["tokens"] + estimate["solved"]["tokens"] == sum(step.ceiling or 0 for step in sure)
     # The rest is what the probes say of the steps with about as many drafts left out: never more than any of them says.
