@@ -117,6 +117,7 @@ class ServerProcess:
         port: int | None = None,
         timeout_seconds: float = 600.0,
         progress: Progress | None = None,
+        module: str = "sglang.launch_server",
     ) -> None:
         """Prepare a server; ``__enter__`` starts it.
 
@@ -127,6 +128,7 @@ class ServerProcess:
             port: a free one if None.
             timeout_seconds: longest wait for the first answer.
             progress: called while waiting.
+            module: run with ``python -m``; takes the flags of ``sglang.launch_server``.
         """
         # Of the server unless it is given, and of the store of torch.distributed, which is opened late as well.
         self._held = [held_port() for _ in range(1 if port else 2)]
@@ -135,7 +137,7 @@ class ServerProcess:
         self.url = f"http://127.0.0.1:{self.port}"
         self.log_path = log_path or _new_log_path()
         self.pid: int | None = None
-        self._command = [sys.executable, "-m", "sglang.launch_server", "--nccl-port", str(store), *args]
+        self._command = [sys.executable, "-m", module, "--nccl-port", str(store), *args]
         self._command += ["--host", "127.0.0.1", "--port", str(self.port)]
         self._env = {**_DEFAULT_ENV, **os.environ, "HF_HUB_OFFLINE": "1", "PYTHONUNBUFFERED": "1", **(env or {})}
         self._timeout_seconds = timeout_seconds

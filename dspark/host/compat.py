@@ -72,6 +72,8 @@ _TABLE_0_5_17 = (
     HostName(_SRT + "model_executor.forward_context.forward_context", ("ctx",)),
     HostName(_SRT + "model_executor.forward_context.ForwardContext", ("attn_backend",)),
     HostName(_SRT + "distributed.parallel_state.graph_capture"),
+    HostName(_SRT + "distributed.parallel_state.get_tp_group"),
+    HostName(_SRT + "distributed.parallel_state.GroupCoordinator.all_gather_object", ("obj",)),
     HostName(_SRT + "arg_groups.speculative_hook.handle_speculative_decoding", ("server_args",)),
     HostName(_SRT + "arg_groups.overrides.attention_backends_of"),
     HostName(_SRT + "arg_groups.overrides.resolved_view"),

@@ -6,6 +6,7 @@ import logging
 from typing import Any
 
 import torch
+from sglang.srt.distributed.parallel_state import get_tp_group
 from sglang.srt.managers.schedule_batch import ScheduleBatch
 
 from dspark.config import COLLECT_VARIABLE, Settings
@@ -19,6 +20,7 @@ from dspark.worker.budget import BudgetScheduler
 from dspark.worker.collect import BlockCollector
 from dspark.worker.later_tokens import LaterTokens
 from dspark.worker.protocols import DraftNet
+from dspark.worker.rank_agreement import require_agreement
 from dspark.worker.records import StepRecorder
 from dspark.worker.step_times import StepClock
 
@@ -28,13 +30,16 @@ logger = logging.getLogger("dspark")
 class Recording:
     """Nothing unless it was asked for."""
 
-    def __init__(self, settings: Settings, spec: DraftSpec, net: DraftNet, *, calibrated: bool, rank: int) -> None:
+    def __init__(
+        self, settings: Settings, spec: DraftSpec, net: DraftNet, *, calibrated: bool, rank: int, ranks: int
+    ) -> None:
         """Args:
         settings: of the process.
         spec: of the draft.
         net: the draft.
         calibrated: whether confidences are scaled.
         rank: only the first one records blocks.
+        ranks: step records of several are compared.
 
         Raises:
             ConfigError: data of scaled confidences, or of none, would calibrate nothing.
@@ -42,6 +47,7 @@ class Recording:
         self._steps = StepRecorder() if settings.record_steps else None
         self._later = LaterTokens(net)
         self._clock = StepClock() if settings.record_times else None
+        self._ranks = ranks
         self._window, self._simulated_length = spec.window, settings.simulate_accept_length
         self.deployment: Provenance | None = None  # set when the graphs are known; profilers write it into their tables
         self._blocks: BlockCollector | None = None
@@ -63,7 +69,11 @@ class Recording:
     def step(
         self, batch: ScheduleBatch, budgets: BudgetScheduler, budget: StepBudget, outcome: StepOutcome, forwarded: int
     ) -> None:
-        """Record a step; waits for the device if there are step records."""
+        """Record a step; waits for the device, and for the other ranks, if there are step records.
+
+        Raises:
+            HostError: another rank recorded another step.
+        """
         if self._clock is not None:
             context = context_tokens(batch, self._window)
             self._clock.step(int(batch.forward_iter), len(batch.reqs), forwarded, context, budget.draft)
@@ -71,6 +81,8 @@ class Recording:
             rids = [req.rid for req in batch.reqs]
             step, plan, reason = int(batch.forward_iter), budgets.plan, budgets.reason
             records = self._steps.record(step, rids, budget, outcome, plan, reason, forwarded)
+            if self._ranks > 1:
+                require_agreement(get_tp_group().all_gather_object(self._steps.newest))
             if outcome.ceiling is not None:
                 params = [req.sampling_params for req in batch.reqs]
                 temperatures = [0.0 if one.top_k == 1 else one.temperature for one in params]

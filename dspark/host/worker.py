@@ -96,7 +96,8 @@ class DSparkWorker(BaseSpecWorker):
         if self._calibration is not None:
             self._draft_net.calibration = self._calibration.scale
         calibrated = self._calibration is not None
-        self._recording = Recording(self.settings, self.spec, self._draft_net, calibrated=calibrated, rank=ps.tp_rank)
+        ranks = {"rank": ps.tp_rank, "ranks": ps.tp_size}
+        self._recording = Recording(self.settings, self.spec, self._draft_net, calibrated=calibrated, **ranks)
         self._requests: RequestTable | None = None
         self.simulated: Replay | None = None
         self._budgets: BudgetScheduler | None = None

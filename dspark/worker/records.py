@@ -86,6 +86,11 @@ class StepRecorder:
             self._dropped += 1
         return requests
 
+    @property
+    def newest(self) -> dict[str, Any]:
+        """The step recorded last."""
+        return self._steps[-1]
+
     def note_probe(self, probe: Probe | None) -> None:
         """Say of the newest step which of its requests is a probe of the ceiling, and how many it stands for."""
         if self._steps:

@@ -38,10 +38,10 @@ RETRACTION_PROMPTS = [
 
 
 @contextlib.contextmanager
-def serve(target: Path, *flags: str, **env: str) -> Iterator[ServerProcess]:
+def serve(target: Path, *flags: str, module: str = "sglang.launch_server", **env: str) -> Iterator[ServerProcess]:
     # An idle server keeps a core busy, so a test module starts its own and ends it; a small pool leaves memory.
     arguments = ["--model-path", str(target), *device_args("cpu"), "--max-total-tokens", "12000", *flags]
-    with ServerProcess(arguments, env=SERVER_ENV | env, timeout_seconds=420) as server:
+    with ServerProcess(arguments, env=SERVER_ENV | env, timeout_seconds=420, module=module) as server:
         yield server
 
 

@@ -18,8 +18,9 @@ from transformers import AutoTokenizer
 from dspark.__main__ import main
 from dspark.demo.server import ServerProcess
 from tests.conftest import DRAFT
-from tests.e2e.conftest import record, run_all, set_state, steps_of
+from tests.e2e.conftest import record, run_all, set_state
 from tests.e2e.jobs import LONG, finish_jobs, mixed_traffic, scored_jobs
+from tests.e2e.reference_steps import assert_reference_steps
 from tests.reference.decode import ReferenceDecoder
 
 
@@ -133,34 +134,11 @@ def test_a_huge_seed_is_a_seed(overlap_server: ServerProcess) -> None:
 
 
 def test_steps_equal_the_reference_loop(overlap_server: ServerProcess, target: Path) -> None:
-    """Drafts, accepts and commits, step by step: a position or layout mistake cannot hide. Windows are as the planner
-    wants them, which depends on measured times, and at last half of the full ones."""
-    tokenizer = AutoTokenizer.from_pretrained(target)
-    reference = ReferenceDecoder(target, DRAFT)
-    overlap_server.flush_cache()
+    """Windows are as the planner wants them, which depends on measured times, and at last half of the full ones."""
     code = "Write a Python function that reverses a string."
-    for number, (question, pin) in enumerate(
-        [(code, -1), ("What is 12 times 12?", -1), (LONG + "Why?", -1), (code, 0.5)]
-    ):
-        assert set_state(overlap_server, dspark_force_budget_frac=pin)
-        ids = tokenizer.apply_chat_template(
-            [{"role": "user", "content": question}], add_generation_prompt=True, return_dict=True
-        )["input_ids"]
-        rid = f"reference-{number}-{time.time()}"
-        answer = overlap_server.generate(ids, rid=rid, sampling_params={"temperature": 0, "max_new_tokens": 40})
-        steps = steps_of(overlap_server, rid)
-        windows = [step["verify_len"] for step in steps]
-        assert pin < 0 or set(windows) == {4}
-        expected = reference.generate(ids, 40, eos_ids=(1, 2), verify_lens=windows)
-        assert answer["output_ids"] == expected.tokens
-        # Under overlap one more step may have run before the host saw the end.
-        for got, want in zip(steps, expected.steps, strict=False):
-            assert (got["position"], got["anchor"], got["drafts"], got["accepted"], got["committed"]) == (
-                want.position, want.anchor, want.drafts, want.accepted, want.committed,
-            )  # fmt: skip
-            assert got["verify_len"] == 1 + got["budget"] <= got["forwarded_rows"]
-        assert len(expected.steps) <= len(steps) <= len(expected.steps) + 1
-    assert set_state(overlap_server, dspark_force_budget_frac=-1)
+    questions = [(code, -1), ("What is 12 times 12?", -1), (LONG + "Why?", -1), (code, 0.5)]
+    overlap_server.flush_cache()
+    assert_reference_steps(overlap_server, target, questions)
     assert record(overlap_server)["eager_steps"] == {}
 
 
