@@ -11,7 +11,7 @@ from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
-from dspark.errors import CheckpointError
+from dspark.errors import CheckpointError, ConfigError
 
 ARCHITECTURES = ("Qwen3DSparkModel", "DSparkDraftModel")
 _PARALLEL_FORMATS = {
@@ -116,6 +116,20 @@ class DraftSpec(BaseModel):
                 "allowed (beyond it every position collapses); lower --speculative-dspark-block-size"
             )
         return self.model_copy(update={"gamma": gamma})
+
+    def check_ranks(self, ranks: int) -> None:
+        """Whether tensor parallelism can cut this draft.
+
+        Raises:
+            ConfigError: heads or channels do not divide evenly.
+        """
+        kv_cut = self.num_kv_heads % ranks == 0 or ranks % self.num_kv_heads == 0
+        if self.num_heads % ranks or not kv_cut or self.intermediate_size % ranks:
+            raise ConfigError(
+                f"found --tp-size {ranks} for a draft with {self.num_heads} heads, {self.num_kv_heads} KV heads and an "
+                f"intermediate size of {self.intermediate_size}; required is a number of ranks that divides them (KV "
+                "heads may divide it instead); choose another --tp-size"
+            )
 
     def expected_tensors(self) -> dict[str, tuple[int, ...]]:
         """Name and shape of every tensor that the checkpoint must hold."""

@@ -70,6 +70,7 @@ def resolve_server_args(server_args: Any) -> None:
     for found, remedy in refused_features(server_args):
         raise ConfigError(f"found {found}; DSPARK does not support it yet; {remedy}")
     spec = check_draft(server_args)
+    spec.check_ranks(int(server_args.tp_size))
     target = server_args.get_model_config()
     spec.check_target(
         hidden_size=int(target.hidden_size),
@@ -163,6 +164,8 @@ def refused_features(server_args: Any) -> list[tuple[str, str]]:
         (view.enable_pdmux, "--enable-pdmux", "remove it"),
         (view.enable_hierarchical_cache, "--enable-hierarchical-cache", "remove it"),
         (view.enable_memory_saver, "--enable-memory-saver", "remove it: a resumed draft would have lost its weights"),
+        # Its allocations must go to the pool of the host's own graphs, which are not captured.
+        (view.enable_symm_mem, "--enable-symm-mem", "remove it"),
         (view.enable_torch_compile, "--enable-torch-compile", "remove it"),
         (view.enable_deterministic_inference, "--enable-deterministic-inference", "remove it"),
         (

@@ -29,7 +29,7 @@ from torch import nn
 from dspark.drafter.checkpoint import SHARED_PREFIXES
 from dspark.drafter.heads import build_confidence_head, build_markov_head
 from dspark.drafter.spec import DraftSpec
-from dspark.errors import CheckpointError, ConfigError, HostError
+from dspark.errors import CheckpointError, HostError
 from dspark.host.arguments import draft_spec_of
 from dspark.host.context_kv import ContextProjection
 from dspark.kernels.triton_rope import qk_norm_rope
@@ -52,12 +52,6 @@ class DraftAttention(nn.Module):
     def __init__(self, spec: DraftSpec, layer_id: int, quant_config: QuantizationConfig | None) -> None:
         super().__init__()
         tp_size = get_parallel().tp_size
-        if spec.num_heads % tp_size or (spec.num_kv_heads % tp_size and tp_size % spec.num_kv_heads):
-            raise ConfigError(
-                f"found --tp-size {tp_size} for a draft with {spec.num_heads} heads and {spec.num_kv_heads} KV "
-                "heads; the heads must divide "
-                "evenly; choose a tensor-parallel size that divides them"
-            )
         self.head_dim = spec.head_dim
         self.num_heads = spec.num_heads // tp_size
         self.num_kv_heads = max(1, spec.num_kv_heads // tp_size)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 from typing import Any
 
@@ -25,6 +26,13 @@ from dspark.worker.records import StepRecorder
 from dspark.worker.step_times import StepClock
 
 logger = logging.getLogger("dspark")
+
+_UNPROFILED = contextlib.nullcontext()
+
+
+def profiled_step() -> Any:
+    """A range in the trace while a profiler runs; next to nothing otherwise."""
+    return torch.profiler.record_function("dspark: decode step") if torch.autograd._profiler_enabled() else _UNPROFILED
 
 
 class Recording:

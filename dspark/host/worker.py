@@ -33,7 +33,8 @@ from dspark.host.graphs import StepGraphs, build_graphs
 from dspark.host.measure import measured_cost, measured_depths
 from dspark.host.metrics import ObservedResult, StepObserver, export
 from dspark.host.networks import HostDraftNet, HostTargetNet
-from dspark.host.recording import Recording
+from dspark.host.ranks import check_ranks
+from dspark.host.recording import Recording, profiled_step
 from dspark.host.schedule import CalibrationClasses, build_scheduler, deployment, load_files, nominal_ladder
 from dspark.host.simulate import assign_classes, build_replay
 from dspark.observe.counters import StepFacts
@@ -48,13 +49,6 @@ from dspark.worker.step import DecodeStep, first_tokens
 logger = logging.getLogger("dspark")
 
 Publish = Callable[..., None]
-
-_UNPROFILED = contextlib.nullcontext()
-
-
-def _profiled_step() -> Any:
-    """A range in the trace while a profiler runs; next to nothing otherwise."""
-    return torch.profiler.record_function("dspark: decode step") if torch.autograd._profiler_enabled() else _UNPROFILED
 
 
 class DSparkWorker(BaseSpecWorker):
@@ -140,6 +134,8 @@ class DSparkWorker(BaseSpecWorker):
 
     def init_cuda_graphs(self) -> None:
         """Capture the step's own graphs; the host captures none for decoding (a hook keeps it from it)."""
+        slots = self.model_runner.req_to_token_pool.req_to_token.shape[0]
+        check_ranks(self.server_args, self.spec, self.settings, self._target_worker.random_seed, slots)
         self._draft_worker.init_cuda_graphs(capture_decode_cuda_graph=False)
         assert self._requests is not None
         scale = None if self._calibration is None else self._calibration.scale
@@ -159,7 +155,7 @@ class DSparkWorker(BaseSpecWorker):
             self.settings,
             self._cost_table,
             measured=measured,
-            slots=self.model_runner.req_to_token_pool.req_to_token.shape[0],
+            slots=slots,
             graph_tiers=None if self._graphs is None else self._graphs.tiers,
             graph_ladder=None if self._graphs is None else self._graphs.ladder,
             depths=depths,
@@ -186,7 +182,7 @@ class DSparkWorker(BaseSpecWorker):
             self._recording.interrupt()
             self._interrupt_timer()
             return self._prefill(batch, publish)
-        with _profiled_step():
+        with profiled_step():
             return self._decode(batch, publish, grammar_barrier)
 
     @torch.inference_mode()

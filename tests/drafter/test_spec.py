@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from dspark.drafter.spec import DraftSpec
-from dspark.errors import CheckpointError
+from dspark.errors import CheckpointError, ConfigError
 
 EXAMPLE = Path(__file__).resolve().parents[2] / "examples" / "smollm2-135m-dspark"
 
@@ -137,6 +137,24 @@ def test_a_foreign_target_is_refused(config: dict[str, Any], target: dict[str, i
     spec.check_target(**fitting)
     with pytest.raises(CheckpointError, match=text):
         spec.check_target(**(fitting | target))
+
+
+@pytest.mark.parametrize(("ranks", "fits"), [(1, True), (3, True), (2, False), (9, False), (6, False)])
+def test_ranks_that_cannot_share_the_draft_are_refused(config: dict[str, Any], ranks: int, fits: bool) -> None:
+    """9 heads, 3 KV heads and 1,536 channels."""
+    spec = DraftSpec.from_config(config)
+    if fits:
+        spec.check_ranks(ranks)
+        return
+    with pytest.raises(ConfigError, match=rf"--tp-size {ranks} for a draft with 9 heads, 3 KV heads .* 1536"):
+        spec.check_ranks(ranks)
+
+
+def test_kv_heads_may_be_repeated(config: dict[str, Any]) -> None:
+    spec = DraftSpec.from_config(config).model_copy(update={"num_heads": 32, "num_kv_heads": 4, "head_dim": 18})
+    spec.check_ranks(8)
+    with pytest.raises(ConfigError, match="3 KV heads"):
+        spec.model_copy(update={"num_kv_heads": 3}).check_ranks(8)
 
 
 def test_the_last_target_layer_is_refused(config: dict[str, Any]) -> None:

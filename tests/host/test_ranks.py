@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,8 @@ import torch
 
 from dspark.config import Settings
 from dspark.cuda_graph.timing import StepTime
-from dspark.host import arguments, schedule
+from dspark.errors import HostError
+from dspark.host import arguments, ranks, schedule
 from dspark.worker.budget import BudgetScheduler
 from tests.host.served import served_args
 
@@ -54,3 +56,71 @@ def test_a_rank_among_others_learns_nothing_from_its_own_clock(
     slow, fast = decisions(args, 3.0), decisions(args, 0.4)
     assert (slow == fast) == alike
     assert len(set(slow)) > 1, "the decisions never change: nothing was tested"
+
+
+@pytest.fixture
+def ask(args: Any, monkeypatch: pytest.MonkeyPatch) -> Callable[..., dict[str, Any]]:
+    """Runs the check as another rank of two would, and returns what it says of itself."""
+    monkeypatch.setitem(vars(args), "tp_size", 2)
+    said: list[dict[str, Any]] = []
+
+    class Group:
+        def all_gather_object(self, facts: dict[str, Any]) -> list[dict[str, Any]]:
+            said.append(facts)
+            return said[-2:]
+
+    monkeypatch.setattr(ranks, "get_tp_group", Group)
+
+    def check(**change: Any) -> dict[str, Any]:
+        held = {"spec": arguments.draft_spec_of(args), "settings": Settings.from_environment(), "seed": 7, "slots": 9}
+        ranks.check_ranks(args, **(held | change))
+        return said[-1]
+
+    return check
+
+
+def test_equal_ranks_start(ask: Any) -> None:
+    first, second = ask(), ask()
+    assert first == second
+    assert {"versions", "settings", "draft", "deployment", "files", "seed"} <= first.keys()
+
+
+def test_a_rank_alone_is_not_compared(args: Any, ask: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(vars(args), "tp_size", 1)
+    monkeypatch.setattr(ranks, "get_tp_group", None)
+    ranks.check_ranks(args, arguments.draft_spec_of(args), Settings.from_environment(), 7, 9)
+
+
+def test_another_variable_on_one_rank_is_named(ask: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    ask()
+    monkeypatch.setenv("SGLANG_DSPARK_MIN_PREDICTED_GAIN", "0.2")
+    with pytest.raises(HostError, match=r"settings.min_predicted_gain is 0.01 on rank 0 and 0.2 on rank 1"):
+        ask()
+
+
+def test_folders_may_differ(ask: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    ask()
+    monkeypatch.setenv("SGLANG_DSPARK_COST_TABLES", "/another/folder")
+    ask()
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "text"), [("seed", 8, "seed is 7 on rank 0 and 8"), ("slots", 10, "slots is 9")]
+)
+def test_another_seed_or_number_of_rows_is_named(ask: Any, name: str, value: int, text: str) -> None:
+    ask()
+    with pytest.raises(HostError, match=text):
+        ask(**{name: value})
+
+
+def test_a_file_with_other_contents_on_one_rank_is_named(
+    args: Any, ask: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    table = tmp_path / "table.json"
+    table.write_text("{}")
+    monkeypatch.setitem(vars(args), "speculative_dspark_sps_table_path", str(table))
+    ask()
+    ask()
+    table.write_text("{ }")
+    with pytest.raises(HostError, match=r"files.--speculative-dspark-sps-table-path is '44136f.*' on rank 0 and"):
+        ask()

@@ -20,6 +20,7 @@ FLAGS = [
     ("enable_two_batch_overlap", True, "--enable-two-batch-overlap"),
     ("enable_pdmux", True, "--enable-pdmux"),
     ("enable_hierarchical_cache", True, "--enable-hierarchical-cache"),
+    ("enable_symm_mem", True, "--enable-symm-mem"),
     ("enable_torch_compile", True, "--enable-torch-compile"),
     ("enable_deterministic_inference", True, "--enable-deterministic-inference"),
     ("speculative_use_rejection_sampling", True, "--speculative-use-rejection-sampling"),

@@ -124,6 +124,16 @@ def test_a_poisoned_row_stays_alone(variant: Settings) -> None:
         assert_equal(found[1, :2], clean[1, :2], "other rows")
 
 
+@pytest.mark.parametrize("variant", VARIANTS.values(), ids=VARIANTS)
+@pytest.mark.parametrize("vocab", [1, 6, 49_152])
+def test_a_row_alone_is_a_row_among_others(variant: Settings, vocab: int) -> None:
+    """To the last bit: what a request samples may not depend on its neighbours."""
+    logits = 2 * torch.randn(3, 1, vocab, generator=torch.Generator().manual_seed(vocab))
+    together = target_probs(logits, variant.rows(3))
+    for row in range(3):
+        assert_equal(target_probs(logits[row : row + 1], variant.rows(1))[0], together[row], f"row {row}")
+
+
 def test_views_and_types() -> None:
     variant = VARIANTS["all"]
     logits = torch.randn(3, 4, 10, generator=torch.Generator().manual_seed(4))

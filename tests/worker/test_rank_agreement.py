@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from dspark.errors import HostError
-from dspark.worker.rank_agreement import require_agreement
+from dspark.worker.rank_agreement import require_agreement, require_equal_start
 
 
 def step() -> dict[str, Any]:
@@ -41,6 +41,13 @@ def test_the_first_difference_is_named(path: tuple[Any, ...], value: Any, named:
     part[path[-1]] = value
     with pytest.raises(HostError, match=f"parted in decode step 17: .*{named}"):
         require_agreement(steps)
+
+
+def test_what_ranks_start_with_is_compared_too() -> None:
+    first = {"settings": {"simulate": None}, "files": {"table": "a1"}, "seed": 4}
+    require_equal_start([first, copy.deepcopy(first)])
+    with pytest.raises(HostError, match=r"started differently: files.table is 'a1' on rank 0 and 'b2' on rank 1"):
+        require_equal_start([first, first | {"files": {"table": "b2"}}])
 
 
 def test_records_of_other_shapes_differ() -> None:
