@@ -24,6 +24,8 @@ from dspark.drafter.heads import ConfidenceScale, VanillaMarkovHead
 from dspark.drafter.spec import DraftSpec
 from dspark.host.batch import RequestTable
 from dspark.host.extras import StepExtras, compile_kernels
+from dspark.host.memory import free_bytes, requests_with_distributions, rows_with_logits
+from dspark.host.rank_group import Ranks
 from dspark.host.static_networks import PageTable, StaticDraftNet, StaticTargetNet
 from dspark.kernels.triton_accept_greedy import FlatResult
 from dspark.kernels.triton_allocate import MAX_GAMMA, MAX_REQUESTS
@@ -37,8 +39,6 @@ from dspark.worker.static_step import Sampling, Split, StaticStep
 
 logger = logging.getLogger("dspark")
 
-_DISTRIBUTION_SHARE = 0.25  # of the free memory, at most, for the distributions of the drafts
-_LOGITS_SHARE = 0.125  # the same for the logits that a forward leaves for its tail
 _KINDS: tuple[Sampling, ...] = ("greedy", "sampled")  # of the graphs that hold a whole step
 
 
@@ -56,7 +56,7 @@ class StepGraphs:
         tiers: Sequence[int],
         mode: VerifyMode,
         calibration: ConfidenceScale | None,
-        tp_size: int = 1,
+        ranks: Ranks | None = None,
         replay: Replay | None = None,
         keep_blocks: bool = False,
     ) -> None:
@@ -69,11 +69,11 @@ class StepGraphs:
         mode: cap-accept forwards full windows, for which the tiers below one window are too small: they are chosen,
             and not captured.
         calibration: of confidences.
-        tp_size: ranks; more than one must not decide by their own free memory.
+        ranks: that serve together; None: one alone.
         replay: simulated acceptance; None: nothing of it is captured.
         keep_blocks: hold the hidden states of sampled blocks for those who ask the drafter later.
         """
-        self._spec, self._target, self._tp_size = spec, target, tp_size
+        self._spec, self._target, self._ranks = spec, target, ranks or Ranks()
         self._tiers, self._slots = list(tiers), slot_ladder(max_requests)
         self._full_windows = full_windows = mode == "cap-accept"
         self._captured = full_window_tiers(tiers, spec.window) if full_windows else list(tiers)
@@ -94,7 +94,7 @@ class StepGraphs:
         self._split_slots = thinned(self._slots)
         # Drafts of a block that a step may draw, below all: one that trims needs no whole block. With more ranks each
         # would time the saving by its own clock, and they would part.
-        trims = mode == "compact" and tp_size == 1 and type(draft_net.markov_head) is VanillaMarkovHead
+        trims = mode == "compact" and self._ranks.size == 1 and type(draft_net.markov_head) is VanillaMarkovHead
         self.depths = depth_ladder(spec.gamma) if trims else []
         self._graphs: GraphSet = EagerGraphs() if device.type == "cpu" else CudaGraphs()
         self.timer = StepTimer(device)
@@ -107,7 +107,7 @@ class StepGraphs:
         one = self.buffers.rows[:1]
         self.buffers.stage(one, one, one, 0)
         compile_kernels(self._spec.vocab_size, self._adjust.table)  # launches outside of graphs: not in a first request
-        started, before = time.monotonic(), _free_bytes(self._device)
+        started, before = time.monotonic(), free_bytes(self._device)
         jobs, tails = list(self._jobs()), list(self._tails())
         progress = partial(tqdm, desc="dspark: capturing graphs", disable=self._device.type == "cpu")
         with _capturing(self._device):
@@ -121,7 +121,7 @@ class StepGraphs:
         logger.info(
             "dspark: %d graphs (%d tiers of 1 to %d rows, batches to %d) in %.1f s and %.2f GiB",
             len(jobs) + len(tails), len(self._tiers), self._tiers[-1], self._slots[-1], time.monotonic() - started,
-            (before - _free_bytes(self._device)) / 2**30,
+            (before - free_bytes(self._device)) / 2**30,
         )  # fmt: skip
 
     @torch.inference_mode()
@@ -162,8 +162,10 @@ class StepGraphs:
 
     def _fit_split(self) -> None:
         """Leave out the largest split steps if memory is short for their logits."""
-        room = int(_free_bytes(self._device) * _LOGITS_SHARE) // (4 * self._spec.vocab_size)
-        if self._device.type != "cuda" or self._tiers[-1] <= room or self._tp_size > 1:
+        if self._device.type != "cuda":
+            return
+        room = rows_with_logits(self._spec, self._ranks.least(free_bytes(self._device)))
+        if self._tiers[-1] <= room:
             return
         self._split_tiers = [tier for tier in self._split_tiers if tier <= room]
         self._split_slots = [slots for slots in self._split_slots if slots <= room]
@@ -345,10 +347,6 @@ def _capturing(device: torch.device) -> Iterator[None]:
         yield
 
 
-def _free_bytes(device: torch.device) -> int:
-    return torch.cuda.mem_get_info()[0] if device.type == "cuda" else 0
-
-
 def build_graphs(
     server_args: Any,
     spec: DraftSpec,
@@ -370,10 +368,10 @@ def build_graphs(
         return None
     mode = settings.resolved_mode(spec.has_confidence)
     most = min(int(server_args.max_running_requests), MAX_REQUESTS)
+    ranks = Ranks(int(server_args.tp_size))
     if not on_cpu:
         most = min(most, int(decode.max_bs))
-    if not on_cpu and int(server_args.tp_size) == 1:  # ranks that see different free memory would capture differently
-        room = int(_free_bytes(torch.device("cuda")) * _DISTRIBUTION_SHARE) // (4 * spec.gamma * spec.vocab_size)
+        room = requests_with_distributions(spec, ranks.least(free_bytes(torch.device("cuda"))))
         if room < most:
             most = max(1, room)
             logger.warning("dspark: memory is short: graphs for batches up to %d only; larger ones run eagerly", most)
@@ -386,9 +384,9 @@ def build_graphs(
         tiers=tier_ladder(most, spec.window).tolist(),
         mode=mode,
         calibration=calibration,
-        tp_size=int(server_args.tp_size),
+        ranks=ranks,
         replay=replay,
-        keep_blocks=(mode == "compact" or settings.record_steps) and replay is None and int(server_args.tp_size) == 1,
+        keep_blocks=(mode == "compact" or settings.record_steps) and replay is None and ranks.size == 1,
     )
     graphs.capture()
     return graphs

@@ -15,6 +15,8 @@ _MAX_DERIVED_REQUESTS = 512
 # copy with its int64 index and running sums; a draft row its logits and probabilities.
 _TARGET_ROW_BYTES = 34
 _DRAFT_ROW_BYTES = 8
+_DISTRIBUTION_SHARE = 0.25  # of the free memory, at most, for the distributions of the drafts
+_LOGITS_SHARE = 0.125  # the same for the logits that a forward leaves for its tail
 
 
 def _spec() -> DraftSpec:
@@ -60,6 +62,21 @@ def derived_max_running_requests(spec: DraftSpec, device_bytes: int) -> int:
     per_request = spec.vocab_size * (spec.window * _TARGET_ROW_BYTES + spec.gamma * _DRAFT_ROW_BYTES)
     budget = max(_MIN_ACTIVATION_BYTES, device_bytes // _ACTIVATION_SHARE)
     return max(1, min(_MAX_DERIVED_REQUESTS, budget // per_request))
+
+
+def free_bytes(device: torch.device) -> int:
+    """Memory that nobody has taken of this rank's GPU; 0 on a CPU."""
+    return torch.cuda.mem_get_info()[0] if device.type == "cuda" else 0
+
+
+def requests_with_distributions(spec: DraftSpec, free: int) -> int:
+    """Requests for whose drafts' distributions graphs may take a share of ``free`` bytes."""
+    return int(free * _DISTRIBUTION_SHARE) // (4 * spec.gamma * spec.vocab_size)
+
+
+def rows_with_logits(spec: DraftSpec, free: int) -> int:
+    """Rows for whose logits a captured forward may take a share of ``free`` bytes."""
+    return int(free * _LOGITS_SHARE) // (4 * spec.vocab_size)
 
 
 def held() -> dict[str, float] | None:

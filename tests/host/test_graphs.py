@@ -5,6 +5,7 @@ from __future__ import annotations
 from types import SimpleNamespace
 
 import pytest
+import torch
 
 from dspark.config import Settings
 from dspark.cuda_graph.static import StepBuffers
@@ -16,7 +17,9 @@ from tests.conftest import DRAFT
 cpu.install_if_no_gpu()
 
 from dspark.host import graphs as host_graphs  # noqa: E402
+from dspark.host import rank_group  # noqa: E402
 from dspark.host.graphs import StepGraphs, build_graphs  # noqa: E402
+from dspark.host.rank_group import Ranks  # noqa: E402
 
 BATCH, SPLIT, PIN = "batch larger than any graph", "general step larger than any graph", "pinned budget in cap-accept"
 
@@ -63,11 +66,11 @@ def test_without_room_for_their_logits_all_general_steps_are_eager() -> None:
     assert graphs(split_tiers=()).refusal(batch, budget, "general") == SPLIT
 
 
-@pytest.mark.parametrize(("free_requests", "ranks", "most"), [(100, 1, 100), (1000, 1, 256), (0, 1, 1), (100, 2, 256)])
+@pytest.mark.parametrize(("free", "most"), [([100], 100), ([1000], 256), ([0], 1), ([100, 60, 1000], 60)])
 def test_distributions_fit_a_quarter_of_the_free_memory(
-    monkeypatch: pytest.MonkeyPatch, free_requests: int, ranks: int, most: int
+    monkeypatch: pytest.MonkeyPatch, free: list[int], most: int
 ) -> None:
-    """Not with several ranks: each would see memory of its own and capture other batches."""
+    """Of the rank with the least: each sees memory of its own, and all capture the same batches."""
     spec = load_draft_spec(DRAFT)
     captured: list[int] = []
 
@@ -77,10 +80,34 @@ def test_distributions_fit_a_quarter_of_the_free_memory(
         return SimpleNamespace(capture=lambda: None)
 
     monkeypatch.setattr(host_graphs, "StepGraphs", record)
-    free_bytes = 4 * (free_requests * 4 * spec.gamma * spec.vocab_size)
-    monkeypatch.setattr(host_graphs, "_free_bytes", lambda device: free_bytes)
     decode = SimpleNamespace(backend="full", max_bs=256)
     config, shared = SimpleNamespace(decode=decode), SimpleNamespace()
-    args = SimpleNamespace(cuda_graph_config=config, device="cuda", tp_size=ranks, max_running_requests=512)
-    assert build_graphs(args, spec, Settings(), shared, shared, shared, None) is not None
-    assert captured == [most]
+    args = SimpleNamespace(cuda_graph_config=config, device="cuda", tp_size=len(free), max_running_requests=512)
+    for rank in range(len(free)):
+        free_on_ranks(monkeypatch, [4 * (requests * 4 * spec.gamma * spec.vocab_size) for requests in free], rank)
+        assert build_graphs(args, spec, Settings(), shared, shared, shared, None) is not None
+    assert captured == [most] * len(free)
+
+
+@pytest.mark.parametrize(("free", "most"), [([20], 16), ([100], 32), ([3], 0), ([100, 20, 40], 16)])
+def test_logits_fit_an_eighth_of_the_free_memory(monkeypatch: pytest.MonkeyPatch, free: list[int], most: int) -> None:
+    """Of the rank with the least: general steps of more rows run eagerly, on all ranks alike."""
+    spec = load_draft_spec(DRAFT)
+    for rank in range(len(free)):
+        free_on_ranks(monkeypatch, [8 * rows * 4 * spec.vocab_size for rows in free], rank)
+        found = graphs(split_tiers=(4, 8, 16, 32))
+        found._spec, found._device, found._ranks = spec, torch.device("cuda"), Ranks(len(free))
+        found._tiers = [*found._split_tiers]
+        found._fit_split()
+        assert found._most_split(draft=True) == most
+
+
+def free_on_ranks(monkeypatch: pytest.MonkeyPatch, free: list[int], rank: int) -> None:
+    """``free`` bytes on each rank, seen by one of them: its own, and what it is told when it tells its own."""
+
+    def gather(own: int) -> list[int]:
+        assert own == free[rank]
+        return free
+
+    monkeypatch.setattr(host_graphs, "free_bytes", lambda device: free[rank])
+    monkeypatch.setattr(rank_group, "get_tp_group", lambda: SimpleNamespace(all_gather_object=gather))

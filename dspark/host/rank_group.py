@@ -1,0 +1,29 @@
+"""What the ranks of a server tell each other while it starts, over the host's CPU group."""
+
+from __future__ import annotations
+
+from typing import TypeVar
+
+from sglang.srt.distributed.parallel_state import get_tp_group
+
+T = TypeVar("T")
+
+
+class Ranks:
+    """The ranks that share a model. All of them ask the same things in the same order; one alone asks nobody.
+
+    What one rank sees and others do not (free memory, a clock, a disk) decides nothing before it went through here.
+    """
+
+    def __init__(self, size: int = 1) -> None:
+        """Args: size: how many there are."""
+        self.size = size
+
+    def least(self, value: int) -> int:
+        """The smallest of what the ranks bring."""
+        return value if self.size == 1 else min(get_tp_group().all_gather_object(value))
+
+    def wait(self) -> None:
+        """For all of them."""
+        if self.size > 1:
+            get_tp_group().barrier()
