@@ -26,13 +26,17 @@ class GraphSet(Protocol):
 class CudaGraphs:
     """One ``torch.cuda.CUDAGraph`` per key, all in one memory pool: capture the largest first."""
 
-    def __init__(self) -> None:
+    def __init__(self, wait: Callable[[], None] | None = None) -> None:
+        """Args: wait: for the other ranks that capture the same functions; None: there are none."""
+        self._wait = wait
         self._pool = torch.cuda.graph_pool_handle()
         self._graphs: dict[Hashable, tuple[torch.cuda.CUDAGraph, torch.Tensor | None]] = {}
 
     def capture(self, key: Hashable, function: Function) -> None:
         """Run ``function`` once, so that kernels are compiled and handles exist, then record it."""
         torch.cuda.synchronize()
+        if self._wait is not None:
+            self._wait()  # a rank that compiles longer would keep the others in a collective on the device
         function()
         torch.cuda.synchronize()
         graph = torch.cuda.CUDAGraph()

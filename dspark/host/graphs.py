@@ -96,7 +96,7 @@ class StepGraphs:
         # would time the saving by its own clock, and they would part.
         trims = mode == "compact" and self._ranks.size == 1 and type(draft_net.markov_head) is VanillaMarkovHead
         self.depths = depth_ladder(spec.gamma) if trims else []
-        self._graphs: GraphSet = EagerGraphs() if device.type == "cpu" else CudaGraphs()
+        self._graphs: GraphSet = _graph_set(device, self._ranks)
         self.timer = StepTimer(device)
         self.pruned: list[int] = []  # tiers that buy nothing
 
@@ -333,6 +333,10 @@ class StepGraphs:
             event = torch.cuda.Event()
             event.record()
             self._target.war_fastpath_read_done_event = event
+
+
+def _graph_set(device: torch.device, ranks: Ranks) -> GraphSet:
+    return EagerGraphs() if device.type == "cpu" else CudaGraphs(ranks.wait)
 
 
 @contextlib.contextmanager

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
 from types import SimpleNamespace
 
 import pytest
@@ -100,6 +102,28 @@ def test_logits_fit_an_eighth_of_the_free_memory(monkeypatch: pytest.MonkeyPatch
         found._tiers = [*found._split_tiers]
         found._fit_split()
         assert found._most_split(draft=True) == most
+
+
+@pytest.mark.parametrize(("ranks", "waits"), [(1, []), (3, ["wait"])])
+def test_ranks_warm_up_together(monkeypatch: pytest.MonkeyPatch, ranks: int, waits: list[str]) -> None:
+    """Once per graph, while nothing is on the device, and not inside of a capture."""
+    done: list[str] = []
+
+    @contextlib.contextmanager
+    def recording(*_: object, **__: object) -> Iterator[None]:
+        done.append("recording")
+        yield
+        done.append("recorded")
+
+    fakes = {"graph_pool_handle": object, "current_stream": object, "CUDAGraph": object, "graph": recording}
+    for name, fake in (fakes | {"synchronize": lambda: done.append("synchronize")}).items():
+        monkeypatch.setattr(torch.cuda, name, fake)
+    group = SimpleNamespace(barrier=lambda: done.append("wait"))
+    monkeypatch.setattr(rank_group, "get_tp_group", lambda: group)
+    found = host_graphs._graph_set(torch.device("cuda"), Ranks(ranks))
+    for _ in range(2):
+        found.capture("a", lambda: done.append("call"))
+    assert done == 2 * ["synchronize", *waits, "call", "synchronize", "recording", "call", "recorded"]
 
 
 def free_on_ranks(monkeypatch: pytest.MonkeyPatch, free: list[int], rank: int) -> None:
