@@ -36,7 +36,8 @@ def ranks_server(
 
 def test_mixed_traffic_is_lossless_and_ranks_agree(ranks_server: ServerProcess, plain_answers: dict[str, Any]) -> None:
     """Greedy texts are those of one rank without speculation; sampled ones, grammars and aborts run beside them."""
-    jobs = mixed_traffic()
+    jobs = mixed_traffic()[1::2]  # some of every kind; three processes share two cores
+    assert sum(job.greedy for job in jobs) > 10
     answers = run_all(ranks_server, jobs, at_once=12)
     differing = [job.name for job in jobs if job.greedy and answers[job.name] != plain_answers[job.name]]
     assert differing == [], {name: (answers[name], plain_answers[name]) for name in differing}
