@@ -6,6 +6,7 @@ request travel with them, and counting happens where it processes them.
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -32,8 +33,11 @@ from dspark.observe.prometheus import (
     samples,
 )
 from dspark.observe.records import StepRecords, UserFacts
+from dspark.observe.wrong_draft import WrongDraft
 from dspark.worker.budget import BudgetScheduler
 from dspark.worker.relay import Transfer
+
+logger = logging.getLogger("dspark")
 
 _LOGGED = ("request_steps", "rows", "tested", "accepted", "trimmed_all_accepted")
 
@@ -80,12 +84,15 @@ class ObservedResult(GenerationBatchResult):
 class StepObserver:
     """Counts the steps of a server, in the order in which the host processes their results."""
 
-    def __init__(self, gamma: int, slots: int, records: int | None = None, *, estimates: bool = False) -> None:
+    def __init__(
+        self, gamma: int, slots: int, records: int | None = None, *, estimates: bool = False, simulated: bool = False
+    ) -> None:
         """Args:
         gamma: drafts per block.
         slots: request slots of the host.
         records: request steps to keep; None: none.
         estimates: whether the ceiling is estimated; only where windows are trimmed and nothing is simulated.
+        simulated: acceptance says nothing about the draft.
         """
         self._counting = True
         self._window = gamma + 1
@@ -93,6 +100,7 @@ class StepObserver:
         self.calibration = CalibrationWindows(gamma)
         self.records = None if records is None else StepRecords(records)
         self.ceiling = LiveCeiling(gamma, slots) if estimates else None
+        self._wrong_draft = None if simulated else WrongDraft()
         self._logged: dict[str, int] = {}
         self._generation, self._simulated = np.full(slots, -1, dtype=np.int64), np.full(slots, None, dtype=object)
 
@@ -159,6 +167,8 @@ class StepObserver:
     def clear(self) -> None:
         """Set the server's counters to zero, and forget blocks and records."""
         self._logged = {}
+        if self._wrong_draft is not None:
+            self._wrong_draft.clear()
         self.counters.clear()
         self.calibration.clear()
         if self.ceiling is not None:
@@ -186,8 +196,16 @@ class StepObserver:
         return found if self.records is None else found | {"step_records": self.records.dump().model_dump()}
 
     def log_suffix(self) -> str | None:
-        """What the host appends to its decode log line: the rows and drafts since the last one."""
+        """What the host appends to its decode log line: the rows and drafts since the last one.
+
+        Drafts that are hardly ever accepted get a line of their own.
+        """
         sums = self.counters.statistics()
+        if self._wrong_draft is not None:
+            first = {name: counts[0] for name, counts in sums["positions"].items()}
+            warning = self._wrong_draft.look(first["tested"], first["accepted"])
+            if warning is not None:
+                logger.warning("dspark: %s", warning)
         new = {name: sums[name] - self._logged.get(name, 0) for name in _LOGGED}
         self._logged = {name: sums[name] for name in _LOGGED}
         if new["request_steps"] <= 0:

@@ -125,8 +125,9 @@ class DSparkWorker(BaseSpecWorker):
         seed, vocab = self._target_worker.random_seed, self.spec.vocab_size
         self._requests = RequestTable(rows, self.device, seed, vocab, class_of)
         self.simulated = build_replay(self.settings, self.spec.gamma, self._requests)
-        estimates = self.mode == "compact" and self.simulated is None
-        self.observer = StepObserver(self.spec.gamma, rows, self.settings.step_records, estimates=estimates)
+        simulated = self.simulated is not None
+        options = {"estimates": self.mode == "compact" and not simulated, "simulated": simulated}
+        self.observer = StepObserver(self.spec.gamma, rows, self.settings.step_records, **options)
         if self.observer.ceiling is not None and self.server_args.tp_size == 1:  # the LM head of one rank is not all
             self._probes = CeilingProbes(self._draft_net, self.observer.ceiling, self.spec.gamma, self.device)
         self._step = DecodeStep(self._draft_net, self._target_net, self.simulated)
