@@ -16,17 +16,24 @@ _RING = 8  # steps in flight, at most; two are with overlap scheduling
 _UNTAKEN = 256  # steps that are kept for a caller who does not take them
 
 
-def seconds_per_call(call: Callable[[], Any], device: torch.device, budget_seconds: float = 0.03) -> float:
+def seconds_per_call(
+    call: Callable[[], Any],
+    device: torch.device,
+    budget_seconds: float = 0.03,
+    agree: Callable[[int], int] | None = None,
+) -> float:
     """Median seconds of a call on the current stream; waits for the device.
 
     Args:
         call: runs twice to warm up, then three to seven times.
         device: where it works.
         budget_seconds: short calls are repeated more often, as long as all of them take about this time.
+        agree: makes the repeats those of the other ranks, whose calls wait for one another; None: there are none.
     """
     call()
     (rough,) = _seconds_of(call, device, 1)
-    return statistics.median(_seconds_of(call, device, min(max(int(budget_seconds / max(rough, 1e-9)), 3), 7)))
+    repeats = min(max(int(budget_seconds / max(rough, 1e-9)), 3), 7)
+    return statistics.median(_seconds_of(call, device, repeats if agree is None else agree(repeats)))
 
 
 def _seconds_of(call: Callable[[], Any], device: torch.device, repeats: int) -> list[float]:

@@ -75,6 +75,7 @@ _TABLE_0_5_17 = (
     HostName(_SRT + "distributed.parallel_state.get_tp_group"),
     HostName(_SRT + "distributed.parallel_state.GroupCoordinator.all_gather_object", ("obj",)),
     HostName(_SRT + "distributed.parallel_state.GroupCoordinator.barrier", ("self",)),
+    HostName(_SRT + "distributed.parallel_state.GroupCoordinator.is_first_rank"),
     HostName(_SRT + "arg_groups.speculative_hook.handle_speculative_decoding", ("server_args",)),
     HostName(_SRT + "arg_groups.overrides.attention_backends_of"),
     HostName(_SRT + "arg_groups.overrides.resolved_view"),

@@ -130,16 +130,19 @@ class StepGraphs:
         self._stage_alone(point.requests, point.context, point.rows - point.requests)
         if point.part == "verify":  # what it verifies, and what it knows of the slot table
             self._graphs.replay(("draft", smallest_at_least(self._slots, point.requests), "greedy"))
-        replay = partial(self._graphs.replay, (point.part, point.size, "greedy"))
-        return seconds_per_call(replay, self._device)
+        return self._seconds((point.part, point.size, "greedy"))
 
     @torch.inference_mode()
     def saved_by_depth(self, slots: int) -> list[float]:
         """Seconds that a draft of each of ``depths`` takes less than a whole one, requests 1..slots as above."""
         self._stage_alone(slots, 0, 0)
         keys = [("draft", slots, "greedy"), *(("draft", slots, "greedy", depth) for depth in self.depths)]
-        whole, *parts = [seconds_per_call(partial(self._graphs.replay, key), self._device) for key in keys]
+        whole, *parts = map(self._seconds, keys)
         return [max(whole - part, 0.0) for part in parts]
+
+    def _seconds(self, key: Any) -> float:
+        """Of a replay, as often on every rank: the graphs of one wait for those of the others."""
+        return seconds_per_call(partial(self._graphs.replay, key), self._device, agree=self._ranks.of_first)
 
     def _stage_alone(self, requests: int, context: int, drafts: int) -> None:
         places = torch.arange(1, requests + 1, dtype=torch.int64, device=self._device)

@@ -22,6 +22,7 @@ from dspark.drafter.spec import DraftSpec
 from dspark.errors import ConfigError, CostTableError
 from dspark.host import takeover
 from dspark.host.graphs import StepGraphs
+from dspark.host.rank_group import Ranks
 from dspark.host.schedule import deployment
 from dspark.scheduler.cost import CostModel
 from dspark.scheduler.cost_file import load_cost_model, to_json
@@ -40,25 +41,34 @@ def measured_cost(
 ) -> CostModel | None:
     """Step times of the captured graphs: of an earlier start if it was the same deployment, else timed now.
 
-    None if they are not to be measured: on a CPU that was not asked to, with more than one rank (each would follow its
-    own clock, and they would part), or switched off.
+    None if they are not to be measured: on a CPU that was not asked to, with data parallelism, or switched off.
+
+    With several ranks every one replays the same graphs as often, since they wait for one another, but clock and disk
+    are those of rank 0: it says whether there is anything to do, reads, fits and writes, and all take its table.
     """
-    if settings.cost_tables == "off" or (str(server_args.device) == "cpu" and settings.cost_tables is None):
-        return None
-    if int(server_args.tp_size) > 1 or int(server_args.dp_size) > 1:
-        logger.info("dspark: step times are not measured with several ranks: they are estimated")
+    ranks = Ranks(int(server_args.tp_size))
+    if not ranks.of_first(_is_wanted(server_args, settings)):
         return None
     required = deployment(server_args, spec, np.array(graphs.ladder))
     kept = None
-    if settings.cost_tables_folder is not None:
+    if settings.cost_tables_folder is not None and ranks.leads:
         kept = settings.cost_tables_folder / _file_name(server_args, required, graphs)
-    found = None if kept is None else _read(kept, required)
+    found = ranks.of_first(None if kept is None else _read(kept, required))
     if found is not None:
         return found
-    cost = _measure(graphs, target, draft, required)
+    cost = ranks.of_first(_measure(graphs, target, draft, required, ranks))
     if cost is not None and kept is not None:
         _write(kept, cost)
     return cost
+
+
+def _is_wanted(server_args: Any, settings: Settings) -> bool:
+    if settings.cost_tables == "off" or (str(server_args.device) == "cpu" and settings.cost_tables is None):
+        return False
+    if int(server_args.dp_size) > 1:
+        logger.info("dspark: step times are not measured with data parallelism: they are estimated")
+        return False
+    return True
 
 
 def _file_name(server_args: Any, required: Provenance, graphs: StepGraphs) -> str:
@@ -73,6 +83,7 @@ def _file_name(server_args: Any, required: Provenance, graphs: StepGraphs) -> st
         "gamma": required.gamma,
         "full_windows": graphs.full_windows,
         "slots": graphs.slots,
+        "ranks": required.tp_size,
         "quantization": [server_args.quantization, server_args.speculative_draft_model_quantization],
         "kv_cache_dtype": server_args.kv_cache_dtype,
         "version": takeover.version(),
@@ -107,7 +118,10 @@ def _write(path: Path, cost: CostModel) -> None:
     logger.info("dspark: step times kept in %s", path)
 
 
-def _measure(graphs: StepGraphs, target: ModelRunner, draft: ModelRunner, provenance: Provenance) -> CostModel | None:
+def _measure(
+    graphs: StepGraphs, target: ModelRunner, draft: ModelRunner, provenance: Provenance, ranks: Ranks
+) -> CostModel | None:
+    """Time every graph, on every rank; the first one's table. None on the others, and if its times fit nothing."""
     table = target.req_to_token_pool.req_to_token
     pool = min(int(target.token_to_kv_pool.size), int(draft.token_to_kv_pool.size))
     width, window, started = int(table.shape[1]), provenance.gamma + 1, time.monotonic()
@@ -115,9 +129,11 @@ def _measure(graphs: StepGraphs, target: ModelRunner, draft: ModelRunner, proven
         graphs.captured, graphs.slots, window, pool=pool, width=width, full_windows=graphs.full_windows
     )  # fmt: skip
     seconds = []
-    for point in tqdm(points, desc="dspark: timing graphs", disable=not table.is_cuda):
+    for point in tqdm(points, desc="dspark: timing graphs", disable=not (table.is_cuda and ranks.leads)):
         with lent_slots(table, point.requests, min(point.context + 2 * window, width), pool):
             seconds.append(graphs.seconds_of(point))
+    if not ranks.leads:
+        return None
     try:
         parts = (_samples(name, points, seconds) for name in ("draft", "verify", "plain"))
         cost = fit_parts(*parts, source="measured at start", provenance=provenance)

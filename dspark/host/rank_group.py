@@ -23,6 +23,15 @@ class Ranks:
         """The smallest of what the ranks bring."""
         return value if self.size == 1 else min(get_tp_group().all_gather_object(value))
 
+    def of_first(self, value: T) -> T:
+        """What the first one brings, bit by bit; what the others bring is only sent, so let it be small."""
+        return value if self.size == 1 else get_tp_group().all_gather_object(value)[0]
+
+    @property
+    def leads(self) -> bool:
+        """Whether this rank is the first one."""
+        return self.size == 1 or bool(get_tp_group().is_first_rank)
+
     def wait(self) -> None:
         """For all of them."""
         if self.size > 1:

@@ -43,6 +43,19 @@ class Graphs:
         return 1e-3 + 1e-4 * point.size + 1e-8 * point.context_tokens
 
 
+def server_args(**more: Any) -> Any:
+    config = SimpleNamespace(hf_config=SimpleNamespace(to_dict=lambda: {"layers": 2}))
+    args: dict[str, Any] = {"device": "cuda", "tp_size": 1, "dp_size": 1, "quantization": None}
+    args |= {"speculative_draft_model_path": "draft", "speculative_draft_model_quantization": None}
+    return SimpleNamespace(**args | {"kv_cache_dtype": "auto", "get_model_config": lambda: config} | more)
+
+
+def model_runner(table: torch.Tensor) -> Any:
+    return SimpleNamespace(
+        req_to_token_pool=SimpleNamespace(req_to_token=table), token_to_kv_pool=SimpleNamespace(size=POOL)
+    )
+
+
 @pytest.fixture
 def measured(monkeypatch: pytest.MonkeyPatch) -> Any:
     """Measure with a given setting, and how many graphs were timed."""
@@ -50,16 +63,9 @@ def measured(monkeypatch: pytest.MonkeyPatch) -> Any:
     def run(setting: str | None, here: Provenance = HERE, **more: Any) -> tuple[CostModel | None, int]:
         table = torch.arange(2 * (MOST + 1) * 64, dtype=torch.int32).view(MOST + 1, -1)
         before, graphs = table.clone(), Graphs(table)
-        runner = SimpleNamespace(
-            req_to_token_pool=SimpleNamespace(req_to_token=table), token_to_kv_pool=SimpleNamespace(size=POOL)
-        )
-        config = SimpleNamespace(hf_config=SimpleNamespace(to_dict=lambda: {"layers": 2}))
-        args: dict[str, Any] = {"device": "cuda", "tp_size": 1, "dp_size": 1, "quantization": None}
-        args |= {"speculative_draft_model_path": "draft", "speculative_draft_model_quantization": None}
-        args |= {"kv_cache_dtype": "auto", "get_model_config": lambda: config} | more
+        runner, args = model_runner(table), server_args(**more)
         monkeypatch.setattr(measure, "deployment", lambda *_: here)
-        settings = Settings(cost_tables=setting)
-        found = measure.measured_cost(SimpleNamespace(**args), None, settings, graphs, runner, runner)  # type: ignore[arg-type]
+        found = measure.measured_cost(args, None, Settings(cost_tables=setting), graphs, runner, runner)  # type: ignore[arg-type]
         assert_equal(table, before, "slot table")
         return found, graphs.timed
 
@@ -96,9 +102,7 @@ def test_a_broken_file_is_measured_again(measured: Any, tmp_path: Path, caplog: 
     assert "measured again" in caplog.text
 
 
-@pytest.mark.parametrize(
-    "setting, more", [("off", {}), (None, {"device": "cpu"}), ("measure", {"tp_size": 2}), ("measure", {"dp_size": 2})]
-)
+@pytest.mark.parametrize("setting, more", [("off", {}), (None, {"device": "cpu"}), ("measure", {"dp_size": 2})])
 def test_when_nothing_is_measured(measured: Any, setting: str | None, more: dict[str, Any]) -> None:
     assert measured(setting, **more) == (None, 0)
 

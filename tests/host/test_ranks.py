@@ -14,10 +14,12 @@ from dspark.config import Settings
 from dspark.cuda_graph.timing import StepTime
 from dspark.errors import HostError
 from dspark.host import arguments, ranks, schedule
+from dspark.scheduler.cost import CostModel
 from dspark.worker.budget import BudgetScheduler
 from tests.host.served import served_args
 
 STEPS, REQUESTS, SLOTS = 120, 4, 9
+PLAIN_SECONDS = 6e-3
 
 
 @pytest.fixture
@@ -26,12 +28,21 @@ def args(target: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
     return served_args(target)
 
 
-def decisions(args: Any, speed: float) -> list[tuple[int, int]]:
-    """Drafts and rows of the steps of a rank on which each one takes ``speed`` times what was predicted, and more the
-    more rows it has."""
+def table_of_steps(plain_seconds: float) -> CostModel:
+    """A measured table; how often drafts are worth their time depends on what a step without them takes."""
+    rows, batches = np.array([4.0, 8.0, 16.0, 32.0]), np.array([1.0, 8.0])
+    return CostModel(
+        2e-3, batches, np.array([1e-3, 2e-3]), rows, 1e-3 * rows, plain_probes=batches,
+        plain_seconds=np.full(2, plain_seconds), relative_error=0.01, source="measured at start",
+    )  # fmt: skip
+
+
+def decisions(args: Any, speed: float, measured: CostModel | None = None) -> list[tuple[bool, int, int]]:
+    """Draft or not, drafts and rows of the steps of a rank on which each one takes ``speed`` times what was predicted,
+    and more the more rows it has."""
     spec = arguments.draft_spec_of(args)
     budgets: BudgetScheduler = schedule.build_scheduler(
-        args, spec, Settings.from_environment(), None, measured=None, slots=SLOTS, graph_tiers=[4, 8, 16, 32]
+        args, spec, Settings.from_environment(), None, measured=measured, slots=SLOTS, graph_tiers=[4, 8, 16, 32]
     )
     slots, born, random = np.arange(REQUESTS), np.ones(REQUESTS, np.int64), torch.Generator().manual_seed(3)
     found = []
@@ -43,7 +54,7 @@ def decisions(args: Any, speed: float) -> list[tuple[int, int]]:
         budgets.learn([StepTime(note, seconds, seconds)])
         survival = torch.rand(REQUESTS, spec.gamma, generator=random).pow(0.3).cumprod(1)
         budgets.publish(survival if budget.draft else None, budget.tier)
-        found.append((int(budget.drafts), budget.tier))
+        found.append((budget.draft, int(budget.drafts), budget.tier))
     return found
 
 
@@ -56,6 +67,18 @@ def test_a_rank_among_others_learns_nothing_from_its_own_clock(
     slow, fast = decisions(args, 3.0), decisions(args, 0.4)
     assert (slow == fast) == alike
     assert len(set(slow)) > 1, "the decisions never change: nothing was tested"
+
+
+@pytest.mark.parametrize(("ranks", "alike"), [(1, False), (3, True)])
+def test_a_measured_table_switches_the_draft_off_on_all_ranks(
+    args: Any, monkeypatch: pytest.MonkeyPatch, ranks: int, alike: bool
+) -> None:
+    """As in service, where clocks differ again once the table is shared; drafts pay for a part of the steps."""
+    monkeypatch.setitem(vars(args), "tp_size", ranks)
+    slow, fast = (decisions(args, speed, table_of_steps(PLAIN_SECONDS)) for speed in (3.0, 0.4))
+    assert (slow == fast) == alike
+    assert {draft for draft, _, _ in slow} == {True, False}
+    assert len({drafts for _, drafts, _ in slow}) > 2
 
 
 @pytest.fixture
