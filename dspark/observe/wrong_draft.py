@@ -33,6 +33,6 @@ class WrongDraft:
             return None
         return (
             f"found {passed} accepted of the last {new} first drafts; a draft that was trained for this target has "
-            "about half or more; check that --speculative-draft-model-path was trained for this very target (base or instruct, "
-            "version, index base of its target layers), or serve without speculation"
+            "about half or more; check that --speculative-draft-model-path was trained for this very target (base or "
+            "instruct, version, index base of its target layers), or serve without speculation"
         )
