@@ -11,11 +11,10 @@ from typing import Any
 
 from safetensors import SafetensorError, safe_open
 
+from dspark.drafter.copies import COPIES, SHARED_PREFIXES, check_copy_shape
 from dspark.drafter.spec import DraftSpec
 from dspark.errors import CheckpointError
 
-# A draft shares the target's embedding and LM head; copies that some exports carry are not used.
-SHARED_PREFIXES = ("embed_tokens.", "lm_head.", "rotary_emb.")
 _SHOWN = 8
 
 
@@ -62,18 +61,6 @@ def read_shapes(folder: Path) -> dict[str, tuple[int, ...]]:
         except (SafetensorError, OSError) as error:
             raise CheckpointError(f"found a corrupt file {path}: {error}; download the checkpoint again") from None
     return shapes
-
-
-def _check_copies(spec: DraftSpec, shapes: dict[str, tuple[int, ...]]) -> None:
-    """An embedding or LM head that cannot be a copy of the target's is one of the draft's own, which is not used."""
-    required = (spec.vocab_size, spec.hidden_size)
-    for name in ("embed_tokens.weight", "lm_head.weight"):
-        shape = shapes.get(name, required)
-        if shape[1:] != required[1:] or shape[0] < required[0]:  # more rows are padding
-            raise CheckpointError(
-                f"found {name} {list(shape)}; a copy of the target's is {list(required)} or padded; drafts with an "
-                "embedding or LM head of their own (reduced vocabularies) are not supported; pass another draft"
-            )
 
 
 def _few(items: list[str]) -> str:
@@ -140,6 +127,8 @@ def load_draft_spec(folder: Path, *, weights: bool = True) -> DraftSpec:
     spec = _settle_confidence(config, spec, shapes)
     if config.get("quantization_config"):  # packed tensors have other names and shapes; the host's loader checks them
         return spec
-    _check_copies(spec, stored)
+    for name in COPIES:
+        if name in stored:
+            check_copy_shape(spec, name, stored[name])
     check_tensors(spec, shapes)
     return spec

@@ -202,6 +202,10 @@ _TABLE_0_5_17 = (
         _SRT + "layers.radix_attention.RadixAttention",
         ("num_heads", "head_dim", "scaling", "num_kv_heads", "layer_id", "attn_type"),
     ),
+    HostName(
+        _SRT + "layers.vocab_parallel_embedding.VocabParallelEmbeddingShardIndices",
+        ("org_vocab_start_index", "org_vocab_end_index"),
+    ),
     HostName(_SRT + "layers.rotary_embedding.get_rope", ("head_size", "rotary_dim", "max_position", "base")),
     HostName(_SRT + "mem_cache.memory_pool.KVWriteLoc", ("loc",)),
     HostName(_SRT + "layers.attention.torch_native_backend.TorchNativeAttnBackend", ("model_runner",)),

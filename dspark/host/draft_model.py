@@ -26,7 +26,7 @@ from sglang.srt.model_loader.weight_utils import default_weight_loader
 from sglang.srt.runtime_context import get_parallel, get_server_args
 from torch import nn
 
-from dspark.drafter.checkpoint import SHARED_PREFIXES
+from dspark.drafter.copies import SHARED_PREFIXES, StoredCopies, TargetRows, is_plain
 from dspark.drafter.heads import build_confidence_head, build_markov_head
 from dspark.drafter.spec import DraftSpec
 from dspark.errors import CheckpointError, HostError
@@ -184,10 +184,25 @@ class DSparkDraftNet(nn.Module):
         self.markov_head = build_markov_head(spec)
         self.confidence_head = build_confidence_head(spec)
         self._projection = ContextProjection([layer.self_attn for layer in self.layers], spec.rms_norm_eps)
+        self._copies = StoredCopies(spec)
         self._shared: dict[str, Any] = {}  # a dict keeps the target's modules out of this one's parameters
 
-    def share(self, embedding: nn.Module, lm_head: nn.Module) -> None:
-        """Use the target's embedding and LM head."""
+    def share(self, embedding: nn.Module, lm_head: nn.Module, *, dummy: bool = False) -> None:
+        """Use the target's embedding and LM head.
+
+        Args:
+            dummy: the target's weights are random, so that no stored copy can equal them.
+
+        Raises:
+            CheckpointError: the checkpoint that was loaded has an embedding or LM head of its own.
+        """
+        modules = {"embed_tokens": embedding, "lm_head": lm_head}
+        why = "the target's weights are dummies"
+        equal, notes = self._copies.compare({name: why if dummy else _rows_of(one) for name, one in modules.items()})
+        if equal:
+            logger.info("dspark: %s of the draft: copies of the target's, which are used", ", ".join(equal))
+        for note in notes:
+            logger.warning("dspark: %s", note)
         self._shared = {"embedding": embedding, "lm_head": lm_head}
 
     def get_input_embeddings(self) -> nn.Module:
@@ -237,7 +252,7 @@ class DSparkDraftNet(nn.Module):
             pool.set_kv_buffer(attention.attn, KVWriteLoc(slots), k, v)
 
     def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
-        """Load a DeepSpec checkpoint.
+        """Load a DeepSpec checkpoint; of copies of the target's modules a few rows are kept for :meth:`share`.
 
         Raises:
             CheckpointError: a tensor fits no parameter, or a parameter got no tensor.
@@ -246,6 +261,7 @@ class DSparkDraftNet(nn.Module):
         untouched = set(parameters)
         for name, tensor in weights:
             if name.startswith(SHARED_PREFIXES):
+                self._copies.keep(name, tensor)
                 continue
             target, shard = _parameter_of(name)
             if target not in parameters:
@@ -285,12 +301,25 @@ class DSparkDraftModel(DSparkDraftNet):
 ARCHITECTURES = {model.__name__: model for model in (Qwen3DSparkModel, DSparkDraftModel)}
 
 
-def share_target_modules(target: Any, draft: DSparkDraftNet) -> None:
-    """Give the drafter the target's embedding and LM head.
+def _rows_of(module: nn.Module) -> TargetRows | str:
+    """What a rank holds of the target's embedding or LM head, or why a copy cannot be held against it."""
+    weight = getattr(module, "weight", None)
+    if weight is None or not is_plain(weight) or getattr(module, "use_intel_amx_backend", False):
+        return "the target's is quantised or packed"
+    shard = getattr(module, "shard_indices", None)  # modules that are not sharded by vocabulary have none
+    if shard is None:
+        return TargetRows(weight, 0, weight.shape[0])
+    return TargetRows(weight, shard.org_vocab_start_index, shard.org_vocab_end_index)
+
+
+def share_target_modules(runner: Any, draft: DSparkDraftNet) -> None:
+    """Give the drafter the embedding and LM head of the target's model runner.
 
     Raises:
         HostError: the target has no LM head.
+        CheckpointError: the draft's checkpoint has an embedding or LM head of its own.
     """
+    target = runner.model
     lm_head = getattr(target, "lm_head", None)
     embedding = target.get_input_embeddings() if hasattr(target, "get_input_embeddings") else target.model.embed_tokens
     if lm_head is None or not hasattr(lm_head, "weight"):
@@ -298,4 +327,5 @@ def share_target_modules(target: Any, draft: DSparkDraftNet) -> None:
             f"found no lm_head.weight in the target {type(target).__name__}; the drafter shares the target's LM head; "
             "serve a model with one"
         )
-    draft.share(embedding, lm_head)
+    # Of the runner: the arguments that the host has published by now name the format of the draft.
+    draft.share(embedding, lm_head, dummy=runner.server_args.load_format == "dummy")

@@ -81,7 +81,7 @@ class DSparkWorker(BaseSpecWorker):
         )
         self._draft_worker = bundle.draft_worker
         self.draft_model_runner = bundle.draft_model_runner
-        share_target_modules(self.model_runner.model, self.draft_model_runner.model)
+        share_target_modules(self.model_runner, self.draft_model_runner.model)
         self._window = torch.arange(self.spec.window, dtype=torch.int64, device=self.device)
         self._draft_net = HostDraftNet(self.draft_model_runner, self.spec.mask_token_id)
         self._target_net = HostTargetNet(target_worker)
