@@ -36,7 +36,7 @@ class CudaGraphs:
         """Run ``function`` once, so that kernels are compiled and handles exist, then record it."""
         torch.cuda.synchronize()
         if self._wait is not None:
-            self._wait()  # a rank that compiles longer would keep the others in a collective on the device
+            self._wait()  # none runs ahead by more than one graph: the others would spin in its collectives
         function()
         torch.cuda.synchronize()
         graph = torch.cuda.CUDAGraph()

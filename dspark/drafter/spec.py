@@ -117,7 +117,7 @@ class DraftSpec(BaseModel):
             )
         return self.model_copy(update={"gamma": gamma})
 
-    def check_ranks(self, ranks: int) -> None:
+    def check_shards(self, ranks: int) -> None:
         """Whether tensor parallelism can cut this draft.
 
         Raises:

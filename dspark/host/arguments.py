@@ -70,7 +70,7 @@ def resolve_server_args(server_args: Any) -> None:
     for found, remedy in refused_features(server_args):
         raise ConfigError(f"found {found}; DSPARK does not support it yet; {remedy}")
     spec = check_draft(server_args)
-    spec.check_ranks(int(server_args.tp_size))
+    spec.check_shards(int(server_args.tp_size))
     target = server_args.get_model_config()
     spec.check_target(
         hidden_size=int(target.hidden_size),

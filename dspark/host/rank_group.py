@@ -1,4 +1,4 @@
-"""What the ranks of a server tell each other while it starts, over the host's CPU group."""
+"""What the ranks of a server tell each other, over the host's CPU group: while it starts, and to be compared."""
 
 from __future__ import annotations
 
@@ -19,13 +19,17 @@ class Ranks:
         """Args: size: how many there are."""
         self.size = size
 
+    def all(self, value: T) -> list[T]:
+        """What every one brings, rank 0 first."""
+        return [value] if self.size == 1 else get_tp_group().all_gather_object(value)
+
     def least(self, value: int) -> int:
         """The smallest of what the ranks bring."""
-        return value if self.size == 1 else min(get_tp_group().all_gather_object(value))
+        return min(self.all(value))
 
     def of_first(self, value: T) -> T:
         """What the first one brings, bit by bit; what the others bring is only sent, so let it be small."""
-        return value if self.size == 1 else get_tp_group().all_gather_object(value)[0]
+        return self.all(value)[0]
 
     @property
     def leads(self) -> bool:

@@ -7,13 +7,13 @@ import logging
 from typing import Any
 
 import torch
-from sglang.srt.distributed.parallel_state import get_tp_group
 from sglang.srt.managers.schedule_batch import ScheduleBatch
 
 from dspark.config import COLLECT_VARIABLE, Settings
 from dspark.drafter.spec import DraftSpec
 from dspark.errors import ConfigError
 from dspark.host.batch import context_tokens
+from dspark.host.rank_group import Ranks
 from dspark.observe.hidden_steps import Probe
 from dspark.scheduler.json_file import Provenance
 from dspark.types import DecodeBatch, StepBudget, StepOutcome
@@ -38,16 +38,13 @@ def profiled_step() -> Any:
 class Recording:
     """Nothing unless it was asked for."""
 
-    def __init__(
-        self, settings: Settings, spec: DraftSpec, net: DraftNet, *, calibrated: bool, rank: int, ranks: int
-    ) -> None:
+    def __init__(self, settings: Settings, spec: DraftSpec, net: DraftNet, *, calibrated: bool, ranks: Ranks) -> None:
         """Args:
         settings: of the process.
         spec: of the draft.
         net: the draft.
         calibrated: whether confidences are scaled.
-        rank: only the first one records blocks.
-        ranks: step records of several are compared.
+        ranks: step records of several are compared; only the first one records blocks.
 
         Raises:
             ConfigError: data of scaled confidences, or of none, would calibrate nothing.
@@ -55,7 +52,7 @@ class Recording:
         self._steps = StepRecorder() if settings.record_steps else None
         self._later = LaterTokens(net)
         self._clock = StepClock() if settings.record_times else None
-        self._ranks = ranks
+        self._ranks, self._compared = ranks, 0
         self._window, self._simulated_length = spec.window, settings.simulate_accept_length
         self.deployment: Provenance | None = None  # set when the graphs are known; profilers write it into their tables
         self._blocks: BlockCollector | None = None
@@ -67,7 +64,7 @@ class Recording:
                 f"found {COLLECT_VARIABLE}={settings.collect_path!r} and {found}; calibration data needs the raw "
                 "confidences of a draft that has them; leave one of the two out"
             )
-        if rank == 0:
+        if ranks.leads:
             self._blocks = BlockCollector(settings.collect_path)
             logger.warning(
                 "dspark: calibration data is written to %s.*.pt: every step runs eagerly, slower than in service",
@@ -89,8 +86,9 @@ class Recording:
             rids = [req.rid for req in batch.reqs]
             step, plan, reason = int(batch.forward_iter), budgets.plan, budgets.reason
             records = self._steps.record(step, rids, budget, outcome, plan, reason, forwarded)
-            if self._ranks > 1:
-                require_agreement(get_tp_group().all_gather_object(self._steps.newest))
+            if self._ranks.size > 1:
+                require_agreement(self._ranks.all(self._steps.newest))
+                self._compared += 1
             if outcome.ceiling is not None:
                 params = [req.sampling_params for req in batch.reqs]
                 temperatures = [0.0 if one.top_k == 1 else one.temperature for one in params]
@@ -115,12 +113,15 @@ class Recording:
         """Forget the step records and times; calibration data is on the disk and stays."""
         if self._steps is not None:
             self._steps.clear()
+            self._compared = 0
         if self._clock is not None:
             self._clock.clear()
 
     def dump(self) -> dict[str, Any]:
         """For ``/server_info``. Calibration data that is held is written first."""
         found: dict[str, Any] = {} if self._steps is None else self._steps.dump()
+        if self._steps is not None:
+            found |= {"ranks": self._ranks.size, "compared_steps": self._compared}
         if self._clock is not None:
             found |= {
                 "components": ["core", "step_cpu_time"],

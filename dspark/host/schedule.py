@@ -113,13 +113,16 @@ def cost_model(
 
     None, and why, if a table was given and does not fit: an operator who names a table wants no other.
 
-    The estimate knows nothing of the host's share of a step, which decides whether plain decoding would be faster. So
-    it may trim, but only a measured table can switch the draft off.
+    Whether plain decoding would be faster is decided by the host's share of a step as well. The estimate knows nothing
+    of it, and a table of graphs only as far as steps that are served teach it, which they do with one rank alone. So
+    both may trim, and with several ranks only a table that the operator names can switch the draft off.
     """
     max_requests = int(server_args.max_running_requests)
     model: CostModel
     if table is None and measured is not None:
         model = measured
+        if int(server_args.tp_size) > 1:
+            model = dataclasses.replace(model, plain_probes=None, plain_seconds=None)
     elif table is None:
         model = estimate_cost(
             model_shape(server_args, spec),

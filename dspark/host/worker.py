@@ -33,7 +33,8 @@ from dspark.host.graphs import StepGraphs, build_graphs
 from dspark.host.measure import measured_cost, measured_depths
 from dspark.host.metrics import ObservedResult, StepObserver, export
 from dspark.host.networks import HostDraftNet, HostTargetNet
-from dspark.host.ranks import check_ranks
+from dspark.host.rank_group import Ranks
+from dspark.host.rank_start import require_equal_ranks
 from dspark.host.recording import Recording, profiled_step
 from dspark.host.schedule import CalibrationClasses, build_scheduler, deployment, load_files, nominal_ladder
 from dspark.host.simulate import assign_classes, build_replay
@@ -89,9 +90,8 @@ class DSparkWorker(BaseSpecWorker):
         self._calibration = None if calibration is None else CalibrationClasses(calibration, self.device)
         if self._calibration is not None:
             self._draft_net.calibration = self._calibration.scale
-        calibrated = self._calibration is not None
-        ranks = {"rank": ps.tp_rank, "ranks": ps.tp_size}
-        self._recording = Recording(self.settings, self.spec, self._draft_net, calibrated=calibrated, **ranks)
+        calibrated, self._ranks = self._calibration is not None, Ranks(ps.tp_size)
+        self._recording = Recording(self.settings, self.spec, self._draft_net, calibrated=calibrated, ranks=self._ranks)
         self._requests: RequestTable | None = None
         self.simulated: Replay | None = None
         self._budgets: BudgetScheduler | None = None
@@ -136,7 +136,8 @@ class DSparkWorker(BaseSpecWorker):
     def init_cuda_graphs(self) -> None:
         """Capture the step's own graphs; the host captures none for decoding (a hook keeps it from it)."""
         slots = self.model_runner.req_to_token_pool.req_to_token.shape[0]
-        check_ranks(self.server_args, self.spec, self.settings, self._target_worker.random_seed, slots)
+        seed = self._target_worker.random_seed
+        require_equal_ranks(self._ranks, self.server_args, self.spec, self.settings, seed, slots)
         self._draft_worker.init_cuda_graphs(capture_decode_cuda_graph=False)
         assert self._requests is not None
         scale = None if self._calibration is None else self._calibration.scale

@@ -54,14 +54,14 @@ def kept_tokens(probs: torch.Tensor, top_k: torch.Tensor, top_p: torch.Tensor, m
     """
     ordered, index = probs.sort(dim=-1, descending=True, stable=True)
     rank = torch.arange(probs.shape[-1], device=probs.device)
-    before = _cumulated(ordered) - ordered  # mass of the more probable tokens
+    before = cumulated(ordered) - ordered  # mass of the more probable tokens
     top_p = top_p.masked_fill(top_p >= 1, torch.inf)  # off is off: cumsum may round above 1
     drop = (rank >= top_k) | (before > top_p) | (ordered < ordered[..., :1] * min_p)
     drop[..., 0] = False  # rounding may never empty a row
     return torch.empty_like(drop).scatter_(-1, index, ~drop)
 
 
-def _cumulated(probs: torch.Tensor) -> torch.Tensor:
+def cumulated(probs: torch.Tensor) -> torch.Tensor:
     """[..., V] sums of the first tokens of each row, the same bits in every run and on every rank.
 
     A GPU sums a row that is alone in parts whose order changes from run to run, rows beside others in one order.

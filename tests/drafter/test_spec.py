@@ -144,17 +144,17 @@ def test_ranks_that_cannot_share_the_draft_are_refused(config: dict[str, Any], r
     """9 heads, 3 KV heads and 1,536 channels."""
     spec = DraftSpec.from_config(config)
     if fits:
-        spec.check_ranks(ranks)
+        spec.check_shards(ranks)
         return
     with pytest.raises(ConfigError, match=rf"--tp-size {ranks} for a draft with 9 heads, 3 KV heads .* 1536"):
-        spec.check_ranks(ranks)
+        spec.check_shards(ranks)
 
 
 def test_kv_heads_may_be_repeated(config: dict[str, Any]) -> None:
     spec = DraftSpec.from_config(config).model_copy(update={"num_heads": 32, "num_kv_heads": 4, "head_dim": 18})
-    spec.check_ranks(8)
+    spec.check_shards(8)
     with pytest.raises(ConfigError, match="3 KV heads"):
-        spec.model_copy(update={"num_kv_heads": 3}).check_ranks(8)
+        spec.model_copy(update={"num_kv_heads": 3}).check_shards(8)
 
 
 def test_the_last_target_layer_is_refused(config: dict[str, Any]) -> None:

@@ -6,7 +6,6 @@ host asks for NCCL and finds no GPU; nothing else is in the way. Its processes a
 
 from __future__ import annotations
 
-import os
 import runpy
 from typing import Any
 
@@ -22,14 +21,13 @@ class NoCommunicator:
         pass
 
 
-pynccl.PyNcclCommunicator = NoCommunicator  # type: ignore[misc]
+def install() -> None:
+    """For this process, before its groups are made."""
+    pynccl.PyNcclCommunicator = NoCommunicator  # type: ignore[misc]
 
 
-def cores_of(ranks: int) -> dict[str, str]:
-    """The variable that gives each rank one core; without it the host wants a memory node per rank."""
-    cores = sorted(os.sched_getaffinity(0))
-    return {"SGLANG_CPU_OMP_THREADS_BIND": "|".join(str(cores[rank % len(cores)]) for rank in range(ranks))}
-
+if __name__ in ("__main__", "__mp_main__"):
+    install()
 
 if __name__ == "__main__":
     runpy.run_module("sglang.launch_server", run_name="__main__")

@@ -51,6 +51,7 @@ def test_a_shorter_block_may_be_given_both_ways(resolve: Any, flags: dict[str, i
         ({"speculative_draft_model_path": "/no/such/folder"}, "no such folder: /no/such/folder"),
         ({"enable_lora": True, "lora_paths": ["a=/b"]}, "--enable-lora"),
         ({"page_size": 16}, "--page-size 16"),
+        ({"tp_size": 2}, "--tp-size 2 for a draft with 9 heads"),
         ({"speculative_accept_threshold_acc": 0.5}, "--speculative-accept-threshold"),
         ({"enable_memory_saver": True}, "--enable-memory-saver"),
         ({"speculative_draft_window_size": 512}, "--speculative-draft-window-size"),

@@ -98,8 +98,9 @@ def serve_rank(rank: int, folder: Path, starts: Sequence[Sequence[str]]) -> None
     """In a process of its own, with the host's own groups; what it finds is left in a file."""
     from sglang.srt.distributed import parallel_state
 
-    import tests.e2e.cpu_ranks  # noqa: F401
+    from tests.e2e import cpu_ranks
 
+    cpu_ranks.install()
     parallel_state.init_distributed_environment(
         len(VERIFY), rank, f"file://{folder}/store", rank, "gloo", timeout=PATIENCE_SECONDS
     )

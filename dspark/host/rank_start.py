@@ -7,21 +7,24 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from sglang.srt.distributed.parallel_state import get_tp_group
 
 from dspark.config import Settings
 from dspark.drafter.spec import DraftSpec
 from dspark.host import takeover
+from dspark.host.rank_group import Ranks
 from dspark.host.schedule import deployment, nominal_ladder
 from dspark.worker.rank_agreement import require_equal_start
 
-_OF_A_NODE = {"cost_tables", "collect_path"}  # folders: only rank 0 reads or writes there
+_OF_A_NODE = {"cost_tables", "collect_path"}  # where files are kept: only rank 0 reads or writes there
 
 
-def check_ranks(server_args: Any, spec: DraftSpec, settings: Settings, seed: int, slots: int) -> None:
-    """Compare the ground that the ranks stand on; every rank has to call this. Nothing with one rank.
+def require_equal_ranks(
+    ranks: Ranks, server_args: Any, spec: DraftSpec, settings: Settings, seed: int, slots: int
+) -> None:
+    """Compare the ground that the ranks stand on; every rank has to call this, and one alone is not compared.
 
     Args:
+        ranks: that serve together.
         server_args: resolved.
         spec: of the draft.
         settings: of this process.
@@ -31,19 +34,20 @@ def check_ranks(server_args: Any, spec: DraftSpec, settings: Settings, seed: int
     Raises:
         HostError: another rank stands on another one: on other nodes, with other variables, files, versions or GPUs.
     """
-    if int(server_args.tp_size) == 1:
+    if ranks.size == 1:
         return
     ladder = nominal_ladder(server_args, spec, None)
     facts: dict[str, Any] = {
         "versions": {"dspark": takeover.version(), "torch": torch.__version__},
         "settings": settings.model_dump(mode="json", exclude=_OF_A_NODE),
+        "collecting": settings.collect_path is not None,
         "draft": spec.model_dump(mode="json"),
         "deployment": deployment(server_args, spec, ladder).model_dump(mode="json"),
         "files": {name: _digest(path) for name, path in _files(server_args, settings).items()},
         "seed": seed,
         "slots": slots,
     }
-    require_equal_start(get_tp_group().all_gather_object(facts))
+    require_equal_start(ranks.all(facts))
 
 
 def _files(server_args: Any, settings: Settings) -> dict[str, str | None]:
