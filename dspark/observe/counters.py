@@ -17,7 +17,7 @@ from typing import Any
 
 import numpy as np
 
-from dspark.observe.waiting import COUNTERS, Waiting
+from dspark.observe.waiting import COUNTERS, Waiting, last_request
 
 # Upper bounds of the step times that are counted, a third to a half apart: small models on a GPU to a CPU.
 STEP_BOUNDS_SECONDS = (
@@ -63,7 +63,8 @@ class DraftHistogram:
     def sums(self) -> dict[str, int]:
         """Counts of drafts, rows and tokens; keys are stable."""
         names, weights = _summed(self._gamma)
-        return dict(zip(names, (weights @ self.counts.ravel()).tolist(), strict=True))
+        found = (weights @ self.counts.ravel()).tolist()
+        return dict(zip(names, found[: len(names)], strict=True))
 
     def positions(self) -> dict[str, list[int]]:
         """Per draft position 1..G: tested in its place, reached (every draft before it passed), accepted."""
@@ -86,7 +87,8 @@ class DraftHistogram:
 
 @cache
 def _summed(gamma: int) -> tuple[list[str], np.ndarray]:
-    """Names of the sums, and what a request step of each place [(W + 1) * (W + 1)] of the histogram counts for in them.
+    """Names of the sums, and what a request step of each place [(W + 1) * (W + 1)] of the histogram counts for in them;
+    behind these, in the number of request steps per rows 0..W.
 
     One product, since every request that ends asks for them.
     """
@@ -109,7 +111,8 @@ def _summed(gamma: int) -> tuple[list[str], np.ndarray]:
         "trimmed_steps": cut,
         "trimmed_all_accepted": cut & all_passed,
     }
-    return list(weights), np.stack([each.ravel().astype(np.int64) for each in weights.values()])
+    held = [rows == number for number in range(gamma + 2)]
+    return list(weights), np.stack([each.ravel().astype(np.int64) for each in (*weights.values(), *held)])
 
 
 class StepCounters:
@@ -250,10 +253,29 @@ class StepCounters:
     def request(self, slot: int) -> dict[str, Any]:
         """Sums of the request in ``slot``, since it took the slot (a retracted request takes a new one)."""
         with self._lock:
-            self._fold()
-            histogram = DraftHistogram(self._by_slot[slot].reshape(self._size, self._size).copy())
-            plain = int(self._plain_by_slot[slot])
-        return {**_with_plain(histogram.sums(), plain), "windows": histogram.windows(), "draft_off_steps": plain}
+            if self._pending.end():
+                self._fold()
+            counts, plain = self._of_slot(slot)
+        names, weights = _summed(self._size - 2)
+        sums = (weights @ counts).tolist()
+        own = _with_plain(dict(zip(names, sums[: len(names)], strict=True)), plain)
+        return {**own, "windows": sums[len(names) :], "draft_off_steps": plain}
+
+    def _of_slot(self, slot: int) -> tuple[np.ndarray, int]:
+        """Histogram [(W + 1) * (W + 1)] of the last request in ``slot``, and its steps without a draft."""
+        newest = list(self._pending.steps)[::-1]
+        generation, places = last_request(((facts.slots, facts.generations) for facts, _, _ in newest), slot)
+        drafted, plain = [], 0
+        for (facts, counts, _), at in zip(newest, places, strict=False):
+            if at >= 0 and facts.drafted:
+                drafted.append(counts.windows.item(at) * self._size + counts.accepted.item(at))
+            elif at >= 0:
+                plain += 1
+        found = np.bincount(drafted, minlength=self._by_slot.shape[1])  # int64
+        if generation in (-1, self._generation[slot]):
+            found += self._by_slot[slot]
+            plain += int(self._plain_by_slot[slot])
+        return found, plain
 
     def statistics(self) -> dict[str, Any]:
         """Sums since the start or the last ``clear``; keys are stable."""
@@ -306,6 +328,4 @@ class StepCounters:
 
 def _with_plain(sums: dict[str, int], plain: int) -> dict[str, int]:
     """Add ``plain`` request steps without a draft: one row, one bonus token each."""
-    return {
-        name: count + plain * (name in ("request_steps", "bonus", "committed", "rows")) for name, count in sums.items()
-    }
+    return sums | {name: sums[name] + plain for name in ("request_steps", "bonus", "committed", "rows")}

@@ -7,6 +7,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from dspark.observe.waiting import last_request
+
 KNOWN, EXACT, DRAWN, ENDED = range(4)
 # Of a request step: hides nothing; hides, but is solved; its ceiling is known in law only; it has no later tokens.
 
@@ -163,3 +165,41 @@ def judge(steps: Sequence[StepTokens], count: int, gamma: int) -> Judged:
     probed = drawn[stream.probe[of[drawn]] >= 0]
     due = stream.due(of[probed], left[probed], at[probed]) if probed.size else []
     return Judged(stream.slots[mine], stream.generations[mine], stream.committed[mine], state, left_out, beyond, due)
+
+
+def judge_request(steps: Sequence[StepTokens], slot: int, gamma: int) -> tuple[int, list[int]]:
+    """Judge all steps of the last request that had ``slot``, one by one: for a single request cheaper than with arrays.
+
+    Args:
+        steps: consecutive decode steps, oldest first.
+        slot: of a request that has no later steps.
+        gamma: G.
+
+    Returns:
+        Its generation, -1 if no step is its; [3 + G] sums of its steps that drafted: solved ones, ceiling (the least of
+        those that are not solved), those that hide it; the others by drafts left out.
+    """
+    solved, tokens, hidden, others = 0, 0, 0, [0] * gamma
+    later: list[int] = []  # the G tokens, or as many as there are, after the step
+    newest = steps[::-1]
+    generation, places = last_request(((step.slots, step.generations) for step in newest), slot)
+    for step, at in zip(newest, places, strict=False):
+        if at < 0:
+            continue
+        rows, accepted, own = step.rows.item(at), step.accepted.item(at), step.tokens[at].tolist()
+        committed = min(accepted + 1, rows)
+        if step.drafted:
+            hides, beyond = rows <= gamma and accepted == rows, 0
+            left_out = gamma - rows if hides else 0
+            while beyond < min(left_out, len(later)) and own[rows + beyond] == later[beyond]:
+                beyond += 1
+            parted = beyond == left_out or beyond < len(later)
+            if left_out and not (parted and step.whole and step.greedy.item(at)):
+                others[left_out] += 1
+                beyond = 0
+            else:
+                solved += 1
+            hidden += hides
+            tokens += committed + hides + beyond
+        later = (own[:committed] + later)[:gamma]
+    return generation, [solved, tokens, hidden, *others]

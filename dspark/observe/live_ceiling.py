@@ -15,14 +15,12 @@ from __future__ import annotations
 
 import math
 import threading
-from collections.abc import Sequence
-from itertools import groupby
 from typing import Any
 
 import numpy as np
 
 from dspark.observe.ceiling import Z_SCORE, Ceiling, TrimmedSteps, tails
-from dspark.observe.hidden_steps import DRAWN, ENDED, EXACT, KNOWN, DueProbe, Judged, StepTokens, judge
+from dspark.observe.hidden_steps import DRAWN, ENDED, EXACT, KNOWN, DueProbe, Judged, StepTokens, judge, judge_request
 from dspark.observe.waiting import CEILING, Waiting
 
 MIN_PROBES = 8  # before their mean stands for other steps
@@ -40,6 +38,7 @@ class _Sums:
         # Of the probes by drafts left out: their number, and sums of w, w^2, w t, w t^2 and w s, where w is how many
         # requests a probe stands for, t and s the unbiased estimates of T and T^2.
         self.probes = np.zeros((6, gamma))
+        self._means: np.ndarray | None = None  # kept until the next probe is answered
 
     def add(self, judged: Judged) -> None:
         gamma, tokens, state = self.drawn.shape[0], judged.tokens(), judged.state
@@ -54,6 +53,7 @@ class _Sums:
         later, log_p, log_q = due.path[None, -left_out:], due.log_p[None, :left_out], log_q[None, -left_out:]
         found = tails(TrimmedSteps(np.array([left_out]), later, later, np.zeros(1, bool), log_p, log_q))
         mean, second = float(found.mean[0]), float(found.second[0])
+        self._means = None
         self.probes[:, due.left_out] += (1, weight, weight**2, weight * mean, weight * mean**2, weight * second)
 
     def groups(self) -> np.ndarray:
@@ -73,11 +73,13 @@ class _Sums:
 
     def means(self) -> np.ndarray:
         """[G] float64: mean of T by drafts left out; NaN if too few probes are known."""
-        starts = self.groups()
-        if not starts.size:
-            return np.full(self.drawn.shape, np.nan)
-        _, weight, _, first, *_ = np.add.reduceat(self.probes, starts, axis=1)
-        return np.repeat(first / weight, np.diff(starts, append=self.drawn.shape[0]))
+        if self._means is None:
+            starts = self.groups()
+            if not starts.size:
+                return np.full(self.drawn.shape, np.nan)
+            _, weight, _, first, *_ = np.add.reduceat(self.probes, starts, axis=1)
+            self._means = np.repeat(first / weight, np.diff(starts, append=self.drawn.shape[0]))
+        return self._means
 
     def _half_width(self) -> float:
         """Of the interval of all drawn steps, from two errors.
@@ -193,27 +195,24 @@ class LiveCeiling:
         ``low`` and ``high`` are certain: steps that are not solved enter with their fewest and their most tokens.
         ``middle`` has the server's mean for them, and is None where the server does not know it (yet).
         """
-        with self._lock:  # the steps of this request alone: to judge all that wait for each that ends would cost more
-            generation, rest = _of_slot([*self._steps, *self._new.steps], slot)
-            if not rest:
-                generation = int(self._generation[slot])
-            sums = self._by_slot[slot] * (generation == self._generation[slot])
-            if rest:
-                judged = judge(rest, len(rest), self._gamma)
-                unsolved = np.bincount(judged.left_out[_open(judged)], minlength=self._gamma)
-                sums = sums + np.concatenate([_columns(judged).sum(axis=1), unsolved])
-            mean = self._sums.means()
-        solved, tokens, hidden, others = int(sums[0]), int(sums[1]), int(sums[2]), sums[_COLUMNS:]
-        left_out = np.flatnonzero(others)
-        others = others[left_out]
-        beyond = float(others @ mean[left_out])
+        with self._lock:
+            if self._new.end():
+                self._fold()
+            generation, sums = judge_request([*self._steps, *self._new.steps], slot, self._gamma)
+            if generation in (-1, self._generation[slot]):
+                sums = [new + old for new, old in zip(sums, self._by_slot[slot].tolist(), strict=True)]
+            means = self._sums.means().tolist()
+        solved, tokens, hidden, *others = sums
+        unsolved = sum(others)
+        # A mean that is not known matters only where there are such steps.
+        beyond = sum((count * mean for count, mean in zip(others, means, strict=True) if count), 0.0)
         return {
-            "request_steps": solved + int(others.sum()),
+            "request_steps": solved + unsolved,
             "hidden": hidden,
-            "unresolved": int(others.sum()),
+            "unresolved": unsolved,
             "low": tokens,
             "middle": None if math.isnan(beyond) else tokens + beyond,
-            "high": tokens + int(others @ left_out),
+            "high": tokens + sum(count * left_out for left_out, count in enumerate(others)),
         }
 
     def fold(self) -> None:
@@ -260,28 +259,3 @@ def _open(judged: Judged) -> np.ndarray:
 def _columns(judged: Judged) -> np.ndarray:
     """[3, N] int64: solved, least ceiling, hidden."""
     return np.stack([~_open(judged), judged.tokens(), judged.state != KNOWN]).astype(np.int64)
-
-
-def _of_slot(steps: Sequence[StepTokens], slot: int) -> tuple[int, list[StepTokens]]:
-    """The last request that had ``slot``: its generation and its part of the steps, those of a kind in one."""
-    places: list[tuple[StepTokens, int]] = []
-    before, at = None, -1
-    for step in steps:
-        if step.slots is not before:  # a batch that goes on brings the very same array
-            before, found = step.slots, np.flatnonzero(step.slots == slot)
-            at = int(found[0]) if found.size else -1
-        if at >= 0:
-            places.append((step, at))
-    if not places:
-        return -1, []
-    generation = int(places[-1][0].generations[places[-1][1]])
-    places = [(step, at) for step, at in places if step.generations[at] == generation]
-    parts = []
-    for (drafted, whole), run in groupby(places, lambda place: (place[0].drafted, place[0].whole)):
-        held = list(run)
-        slots, generations, rows, accepted, tokens, greedy = (
-            np.array([getattr(step, name)[at] for step, at in held])
-            for name in ("slots", "generations", "rows", "accepted", "tokens", "greedy")
-        )
-        parts.append(StepTokens(slots, generations, drafted, rows, accepted, tokens, greedy, None, None, whole))
-    return generation, parts
