@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 from sglang.srt.distributed.communication_op import tensor_model_parallel_all_gather
+from sglang.srt.distributed.parallel_state import get_tp_group
 from sglang.srt.layers.activation import SiluAndMul
 from sglang.srt.layers.layernorm import RMSNorm
 from sglang.srt.layers.linear import MergedColumnParallelLinear, QKVParallelLinear, RowParallelLinear
@@ -26,7 +27,7 @@ from sglang.srt.model_loader.weight_utils import default_weight_loader
 from sglang.srt.runtime_context import get_parallel, get_server_args
 from torch import nn
 
-from dspark.drafter.copies import SHARED_PREFIXES, StoredCopies, TargetRows, is_plain
+from dspark.drafter.copies import SHARED_PREFIXES, StoredCopies, TargetRows, is_plain, judge_copies
 from dspark.drafter.heads import build_confidence_head, build_markov_head
 from dspark.drafter.spec import DraftSpec
 from dspark.errors import CheckpointError, HostError
@@ -188,21 +189,26 @@ class DSparkDraftNet(nn.Module):
         self._shared: dict[str, Any] = {}  # a dict keeps the target's modules out of this one's parameters
 
     def share(self, embedding: nn.Module, lm_head: nn.Module, *, dummy: bool = False) -> None:
-        """Use the target's embedding and LM head.
+        """Use the target's embedding and LM head. Every rank has to call this.
 
         Args:
             dummy: the target's weights are random, so that no stored copy can equal them.
 
         Raises:
-            CheckpointError: the checkpoint that was loaded has an embedding or LM head of its own.
+            CheckpointError: the checkpoint that was loaded has an embedding or LM head unrelated to the target's; on
+                every rank, whichever holds the rows.
         """
         modules = {"embed_tokens": embedding, "lm_head": lm_head}
         why = "the target's weights are dummies"
-        equal, notes = self._copies.compare({name: why if dummy else _rows_of(one) for name, one in modules.items()})
-        if equal:
-            logger.info("dspark: %s of the draft: copies of the target's, which are used", ", ".join(equal))
-        for note in notes:
-            logger.warning("dspark: %s", note)
+        found, notes = self._copies.compare({name: why if dummy else _rows_of(one) for name, one in modules.items()})
+        parallel = get_parallel()
+        ranks = get_tp_group().all_gather_object(found) if parallel.tp_size > 1 else [found]
+        equal, warnings = judge_copies(self.spec, ranks)
+        if parallel.tp_rank == 0:  # all ranks have the same to say
+            for sentence in equal:
+                logger.info("dspark: %s", sentence)
+            for sentence in warnings + notes:
+                logger.warning("dspark: %s", sentence)
         self._shared = {"embedding": embedding, "lm_head": lm_head}
 
     def get_input_embeddings(self) -> nn.Module:
@@ -317,7 +323,7 @@ def share_target_modules(runner: Any, draft: DSparkDraftNet) -> None:
 
     Raises:
         HostError: the target has no LM head.
-        CheckpointError: the draft's checkpoint has an embedding or LM head of its own.
+        CheckpointError: the draft's checkpoint has an embedding or LM head unrelated to the target's.
     """
     target = runner.model
     lm_head = getattr(target, "lm_head", None)

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -32,19 +34,43 @@ from dspark.host import draft_model  # noqa: E402
 HIDDEN, VOCAB = 64, 200  # the host pads the vocabulary to 256
 SMALL = {"hidden_size": HIDDEN, "vocab_size": VOCAB, "intermediate_size": 96, "head_dim": 32}
 SMALL |= {"num_attention_heads": 2, "num_key_value_heads": 2, "torch_dtype": "bfloat16"}
+MASK = 196
 HEAD, EMBEDDING = "lm_head.weight", "embed_tokens.weight"
 
 
-@pytest.fixture(params=[(1, 0), (2, 0), (2, 1)], ids=["alone", "rank 0 of 2", "rank 1 of 2"])
-def rank(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[int, int]]:
+@contextmanager
+def as_rank(size: int, rank: int) -> Iterator[None]:
     """The host's process-wide settings of one of some ranks, no other of which is there."""
-    size, rank = request.param
     parallel = {"tp_size": size, "attn_tp_size": size, "attn_dp_size": 1, "tp_rank": rank, "attn_tp_rank": rank}
-    stage = SimpleNamespace(is_first_rank=True, is_last_rank=True, rank_in_group=0, world_size=1)
+    with get_parallel().override(**parallel):
+        yield
+
+
+class Group:
+    """The ranks' CPU group: what others have said is heard."""
+
+    def __init__(self) -> None:
+        self.said: list[Any] = []
+
+    def all_gather_object(self, own: Any) -> list[Any]:
+        self.said.append(own)
+        return list(self.said)
+
+
+@pytest.fixture(autouse=True)
+def group(monkeypatch: pytest.MonkeyPatch) -> Group:
+    stage, group = SimpleNamespace(is_first_rank=True, is_last_rank=True, rank_in_group=0, world_size=1), Group()
     monkeypatch.setattr(llama, "get_pp_group", lambda: stage)
     monkeypatch.setattr(llama, "LogitsProcessor", lambda config: torch.nn.Identity())  # the real one meets other ranks
     monkeypatch.setattr(ModelRegistry, "models", ModelRegistry.models | draft_model.ARCHITECTURES)
-    with get_parallel().override(**parallel):
+    monkeypatch.setattr(draft_model, "get_tp_group", lambda: group)
+    return group
+
+
+@pytest.fixture(params=[(1, 0), (2, 0), (2, 1)], ids=["alone", "rank 0 of 2", "rank 1 of 2"])
+def rank(request: pytest.FixtureRequest) -> Iterator[tuple[int, int]]:
+    """One rank, which hears nothing of another."""
+    with as_rank(*request.param):
         yield request.param
 
 
@@ -86,6 +112,7 @@ def draft_of(folder: Path, stored: dict[str, torch.Tensor]) -> Any:
     """A drafter of one layer whose checkpoint stores more than it needs."""
     config = json.loads((DRAFT / "config.json").read_text()) | SMALL
     config |= {"num_hidden_layers": 1, "num_target_layers": 2, "target_layer_ids": [0], "markov_rank": 8}
+    config |= {"mask_token_id": MASK}
     config["layer_types"] = ["full_attention"]
     tensors = {
         name: numbers(*shape, seed=4) for name, shape in DraftSpec.from_config(config).expected_tensors().items()
@@ -102,16 +129,17 @@ def share(target: Any, draft: Any, load_format: str = "auto") -> None:
     draft_model.share_target_modules(runner, draft)
 
 
-@pytest.mark.usefixtures("rank")
-def test_copies_are_accepted(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_copies_are_accepted(tmp_path: Path, rank: tuple[int, int], caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level("INFO", "dspark")
     target = target_of(tmp_path / "target")
     padding = torch.full((56, HIDDEN), torch.nan)
     head = torch.cat([numbers(VOCAB, HIDDEN, seed=2), padding]).to(torch.bfloat16)
     draft = draft_of(tmp_path / "draft", {EMBEDDING: numbers(VOCAB, HIDDEN, seed=1), HEAD: head})
     share(target, draft)
-    assert f"{EMBEDDING}, {HEAD} of the draft: copies of the target's" in caplog.text
-    assert "not compared" not in caplog.text
+    for name in (EMBEDDING, HEAD):
+        said = re.search(rf"{name} of the draft: a copy of the target's, .* \(\d\d rows compared\)", caplog.text)
+        assert bool(said) is (rank[1] == 0), "rank 0 speaks for all"
+    assert not [record for record in caplog.records if record.levelname == "WARNING"]
     assert draft._shared == {"embedding": target.model.embed_tokens, "lm_head": target.lm_head}
 
 
@@ -121,21 +149,53 @@ def test_copies_are_accepted(tmp_path: Path, caplog: pytest.LogCaptureFixture) -
 def test_an_own_head_or_embedding_is_refused(tmp_path: Path, name: str, dtype: str) -> None:
     target = target_of(tmp_path / "target", dtype=dtype)
     draft = draft_of(tmp_path / "draft", {name: numbers(VOCAB, HIDDEN, seed=9).to(torch.bfloat16)})
-    with pytest.raises(CheckpointError, match=rf"found {name} in the draft .* required .* pass the draft .* remove it"):
+    with pytest.raises(CheckpointError, match=rf"found {name} in the draft unrelated .* required .* remove it"):
         share(target, draft)
     assert not draft._shared, "shared before it was compared"
 
 
-def test_a_rank_refuses_what_it_holds(tmp_path: Path, rank: tuple[int, int]) -> None:
-    """Rows of the second rank's half differ, which starts at token 128."""
-    target, head = target_of(tmp_path / "target"), numbers(VOCAB, HIDDEN, seed=2)
-    head[150:170] += 1
-    draft = draft_of(tmp_path / "draft", {HEAD: head})
-    if rank == (2, 0):
-        share(target, draft)
+def test_a_fine_tuned_target_is_served(tmp_path: Path, rank: tuple[int, int], caplog: pytest.LogCaptureFixture) -> None:
+    """In front of which the draft of its base model stands."""
+    caplog.set_level("INFO", "dspark")
+    target = target_of(tmp_path / "target")
+    base = numbers(VOCAB, HIDDEN, seed=2) + numbers(VOCAB, HIDDEN, seed=7) / 10
+    share(target, draft_of(tmp_path / "draft", {HEAD: base, EMBEDDING: numbers(VOCAB, HIDDEN, seed=1)}))
+    warned = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
+    if rank[1] > 0:
+        assert warned == []
         return
-    with pytest.raises(CheckpointError, match=r"token 15\d by up to 1;"):
-        share(target, draft)
+    (warning,) = warned
+    assert re.search(rf"{HEAD} of the draft differs .* (\d+) of \1 .* 0.99\d in the median .*fine-tuned", warning)
+
+
+@pytest.mark.parametrize("own", ["mask", "half", "all"])
+def test_ranks_say_and_refuse_the_same(
+    tmp_path: Path, own: str, group: Group, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Whichever holds the rows that differ: of the second of two, which starts at token 128, or of both."""
+    target, head = numbers(VOCAB, HIDDEN, seed=2), numbers(VOCAB, HIDDEN, seed=2)
+    first = {"mask": MASK, "half": 128, "all": 0}[own]
+    last = MASK + 1 if own == "mask" else VOCAB
+    head[first:last] = numbers(VOCAB, HIDDEN, seed=9)[first:last]
+    caplog.set_level("INFO", "dspark")
+    for rank in (1, 0):
+        caplog.clear()
+        with as_rank(2, rank):
+            net = draft_of(tmp_path / f"draft{rank}", {HEAD: head})
+            module = target_of(tmp_path / f"target{rank}")
+            assert torch.equal(module.lm_head.weight[:72], target[128 * rank : 128 * rank + 72])
+            if own == "all" or (own == "half" and rank == 1):  # the second one alone: all that it hears of differs
+                with pytest.raises(CheckpointError, match="unrelated"):
+                    share(module, net)
+            else:
+                share(module, net)
+                assert ("differ" in caplog.text) is (rank == 0), caplog.text
+    tokens = [[row.token for row in found[HEAD]] for found in group.said]
+    assert min(tokens[0]) >= 128 > max(tokens[1])
+    if own == "mask":
+        assert re.search(rf"1 of {sum(map(len, tokens))} .*token {MASK} \(the mask token\)", caplog.text)
+    if own == "half":
+        assert f"{len(tokens[0])} of {sum(map(len, tokens))} compared rows differ" in caplog.text
 
 
 @pytest.mark.usefixtures("rank")
@@ -157,13 +217,14 @@ def test_tied_targets(tmp_path: Path, own: bool) -> None:
 def test_a_checkpoint_without_copies_says_nothing(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level("INFO", "dspark")
     share(target_of(tmp_path / "target"), draft_of(tmp_path / "draft", {}))
-    assert "copies" not in caplog.text
+    assert "copy" not in caplog.text
     assert "compared" not in caplog.text
 
 
-@pytest.mark.usefixtures("rank")
 @pytest.mark.parametrize("why", ["quantised", "packed", "dummy"])
-def test_a_target_that_cannot_be_compared_is_said(tmp_path: Path, why: str, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_target_that_cannot_be_compared_is_said(
+    tmp_path: Path, why: str, rank: tuple[int, int], caplog: pytest.LogCaptureFixture
+) -> None:
     """Whatever the stored head holds; the embedding is compared all the same unless the target is a dummy."""
     caplog.set_level("INFO", "dspark")
     target = target_of(tmp_path / "target")
@@ -174,11 +235,14 @@ def test_a_target_that_cannot_be_compared_is_said(tmp_path: Path, why: str, capl
     if why == "packed":
         target.lm_head.use_intel_amx_backend = True
     share(target, draft, load_format="dummy" if why == "dummy" else "auto")
+    assert draft._shared
+    if rank[1] > 0:
+        assert "compared" not in caplog.text, "rank 0 speaks for all"
+        return
     reason = "the target's weights are dummies" if why == "dummy" else "the target's is quantised or packed"
     assert f"{HEAD} of the draft was not compared" in caplog.text
     assert reason in caplog.text
-    assert (f"{EMBEDDING} of the draft: copies" in caplog.text) is (why != "dummy")
-    assert draft._shared
+    assert (f"{EMBEDDING} of the draft: a copy" in caplog.text) is (why != "dummy")
 
 
 def test_modules_of_no_shards() -> None:
