@@ -13,7 +13,6 @@ from typing import Any
 
 import torch
 from sglang.srt.distributed.communication_op import tensor_model_parallel_all_gather
-from sglang.srt.distributed.parallel_state import get_tp_group
 from sglang.srt.layers.activation import SiluAndMul
 from sglang.srt.layers.layernorm import RMSNorm
 from sglang.srt.layers.linear import MergedColumnParallelLinear, QKVParallelLinear, RowParallelLinear
@@ -33,6 +32,7 @@ from dspark.drafter.spec import DraftSpec
 from dspark.errors import CheckpointError, HostError
 from dspark.host.arguments import draft_spec_of
 from dspark.host.context_kv import ContextProjection
+from dspark.host.rank_group import Ranks
 from dspark.kernels.triton_rope import qk_norm_rope
 
 logger = logging.getLogger("dspark")
@@ -201,10 +201,9 @@ class DSparkDraftNet(nn.Module):
         modules = {"embed_tokens": embedding, "lm_head": lm_head}
         why = "the target's weights are dummies"
         found, notes = self._copies.compare({name: why if dummy else _rows_of(one) for name, one in modules.items()})
-        parallel = get_parallel()
-        ranks = get_tp_group().all_gather_object(found) if parallel.tp_size > 1 else [found]
-        equal, warnings = judge_copies(self.spec, ranks)
-        if parallel.tp_rank == 0:  # all ranks have the same to say
+        ranks = Ranks(get_parallel().tp_size)
+        equal, warnings = judge_copies(self.spec, ranks.all(found))
+        if ranks.leads:  # all ranks have the same to say
             for sentence in equal:
                 logger.info("dspark: %s", sentence)
             for sentence in warnings + notes:

@@ -29,7 +29,7 @@ from sglang.srt.models import llama  # noqa: E402
 from sglang.srt.models.registry import ModelRegistry  # noqa: E402
 from sglang.srt.runtime_context import get_context, get_parallel  # noqa: E402
 
-from dspark.host import draft_model  # noqa: E402
+from dspark.host import draft_model, rank_group  # noqa: E402
 
 HIDDEN, VOCAB = 64, 200  # the host pads the vocabulary to 256
 SMALL = {"hidden_size": HIDDEN, "vocab_size": VOCAB, "intermediate_size": 96, "head_dim": 32}
@@ -52,6 +52,10 @@ class Group:
     def __init__(self) -> None:
         self.said: list[Any] = []
 
+    @property
+    def is_first_rank(self) -> bool:
+        return get_parallel().tp_rank == 0
+
     def all_gather_object(self, own: Any) -> list[Any]:
         self.said.append(own)
         return list(self.said)
@@ -63,7 +67,7 @@ def group(monkeypatch: pytest.MonkeyPatch) -> Group:
     monkeypatch.setattr(llama, "get_pp_group", lambda: stage)
     monkeypatch.setattr(llama, "LogitsProcessor", lambda config: torch.nn.Identity())  # the real one meets other ranks
     monkeypatch.setattr(ModelRegistry, "models", ModelRegistry.models | draft_model.ARCHITECTURES)
-    monkeypatch.setattr(draft_model, "get_tp_group", lambda: group)
+    monkeypatch.setattr(rank_group, "get_tp_group", lambda: group)
     return group
 
 
