@@ -128,7 +128,7 @@ class DSparkWorker(BaseSpecWorker):
         simulated = self.simulated is not None
         options = {"estimates": self.mode == "compact" and not simulated, "simulated": simulated}
         self.observer = StepObserver(self.spec.gamma, rows, self.settings.step_records, **options)
-        if self.observer.ceiling is not None and self.server_args.tp_size == 1:  # the LM head of one rank is not all
+        if self.observer.ceiling is not None and self._ranks.size == 1:  # the LM head of one rank is not all
             self._probes = CeilingProbes(self._draft_net, self.observer.ceiling, self.spec.gamma, self.device)
         self._step = DecodeStep(self._draft_net, self._target_net, self.simulated)
         logger.info("dspark: %.2f GiB for penalties and biases of %d requests", rows * vocab * 8 / 2**30, rows)

@@ -9,7 +9,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dspark.kernels.target_probs import scaled_probs, target_probs
+from dspark.kernels.target_probs import cumulated, kept_tokens, scaled_probs, target_probs
 from dspark.types import SamplingRows
 from tests.compare import FLOAT_32, Tolerance, assert_close, assert_equal
 from tests.lossless.toy import OFF, Settings, filtered
@@ -132,6 +132,24 @@ def test_a_row_alone_is_a_row_among_others(variant: Settings, vocab: int) -> Non
     together = target_probs(logits, variant.rows(3))
     for row in range(3):
         assert_equal(target_probs(logits[row : row + 1], variant.rows(1))[0], together[row], f"row {row}")
+
+
+@pytest.mark.parametrize(("shape", "summed"), [((1, 1, 7), (2, 7)), ((1, 7), (2, 7)), ((3, 1, 7), (3, 1, 7))])
+def test_no_row_is_summed_alone(
+    monkeypatch: pytest.MonkeyPatch, shape: tuple[int, ...], summed: tuple[int, ...]
+) -> None:
+    """A GPU would do it in another order each time, which no CPU shows (``tests/gpu/test_rows_gpu.py`` does)."""
+    seen, real = [], torch.Tensor.cumsum
+
+    def spy(self: torch.Tensor, dim: int) -> torch.Tensor:
+        seen.append(tuple(self.shape))
+        return real(self, dim)
+
+    monkeypatch.setattr(torch.Tensor, "cumsum", spy)
+    probs = torch.rand(shape, generator=torch.Generator().manual_seed(1))
+    kept_tokens(probs, *(torch.tensor(value) for value in (7, 0.9, 0.0)))
+    assert seen == [summed]
+    assert_equal(cumulated(probs), real(probs, -1), "sums")
 
 
 def test_views_and_types() -> None:
