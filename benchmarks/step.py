@@ -5,8 +5,9 @@
 Each arm has a server of its own. A cell sends ``batch`` greedy requests at once, ``--repeats`` times, all tokens
 ignoring EOS, after a round that nobody times. Step time = (wall time - median wall time of the same requests with one
 token) / verify steps of the slowest request. ``--profile N`` then traces N steps of every cell twice, on a GPU only:
-GPU busy share, time between kernels, launches and waits per step. ``--rows "1:1,2,4,8;128:256,1024"`` pins the verified
-rows of the compact arm at these batches. Medians and ranges are printed with their ratios; the last line is JSON.
+GPU busy share, time between kernels, launches and waits per step. ``--rows "1:1,2,4,8;128:256x2,1024"`` pins the
+verified rows of the compact arm at these batches (256x2: of blocks of two drafts). Medians and ranges are printed with
+their ratios; the last line is JSON.
 """
 
 from __future__ import annotations
@@ -131,12 +132,12 @@ def pinned_cells(args: argparse.Namespace, server: ServerProcess, arm: str) -> l
     """The compact arm with its verified rows pinned: what trimming could buy."""
     rows = []
     for batch, wanted in args.rows.items():
-        for count in wanted:
+        for count, depth in wanted:
             # K = floor(f * R * gamma), computed in floats by the server: half a draft more is the same K.
             fraction = min(1.0, (count - batch + 0.5) / (batch * GAMMA))
-            server.set_state(dspark_force_budget_frac=fraction)
-            row = cell(args, server, arm, batch, 0.0) | {"pinned_rows": count}
-            print(f"  of which {count} rows were verified", flush=True)
+            server.set_state(dspark_force_budget_frac=fraction, dspark_force_depth=depth)
+            row = cell(args, server, arm, batch, 0.0) | {"pinned_rows": count, "depth": GAMMA if depth < 0 else depth}
+            print(f"  of which {count} rows were verified, of blocks of {row['depth']} drafts", flush=True)
             rows.append(row)
     server.set_state(dspark_force_budget_frac=-1)
     return rows
@@ -157,10 +158,11 @@ def _mode(arm: str) -> str:
     return "-" if arm == "none" else arm.partition("-")[2] or "static"
 
 
-def rows_argument(text: str) -> dict[int, list[int]]:
-    """``1:1,2;128:256`` -> {1: [1, 2], 128: [256]}."""
+def rows_argument(text: str) -> dict[int, list[tuple[int, int]]]:
+    """``1:1,2;128:256x2`` -> {1: [(1, -1), (2, -1)], 128: [(256, 2)]}: rows, and drafts of each block (-1: all)."""
     pairs = (part.split(":") for part in text.split(";") if part)
-    return {int(batch): [int(count) for count in counts.split(",")] for batch, counts in pairs}
+    split = {int(batch): [count.split("x") for count in counts.split(",")] for batch, counts in pairs}
+    return {batch: [(int(rows), int(*depth or [-1])) for rows, *depth in counts] for batch, counts in split.items()}
 
 
 def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
@@ -175,7 +177,7 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     add("--temperatures", type=lambda text: [float(part) for part in text.split(",")], default=[0.0])
     add("--repeats", type=int, default=5)
     add("--profile", type=int, default=0, metavar="STEPS")
-    add("--rows", type=rows_argument, default={}, metavar="BATCH:ROWS,...;...")
+    add("--rows", type=rows_argument, default={}, metavar="BATCH:ROWS[xDEPTH],...;...")
     add("--device", default=default_device())
     add("--server-args", default="", help="further flags of all servers, one string")
     add("--out", type=Path, metavar="FILE.json")

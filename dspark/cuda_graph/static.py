@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 
 from dspark.kernels.distribution import Distribution
@@ -16,11 +18,12 @@ class StepBuffers:
     Rows at or past the staged batch are padding: request row 0, length 0, not live.
     """
 
-    def __init__(self, slots: int, window: int, device: torch.device | str) -> None:
+    def __init__(self, slots: int, window: int, device: torch.device | str, depths: Sequence[int] = ()) -> None:
         """Args:
         slots: largest batch.
         window: W.
         device: of the step.
+        depths: lengths of blocks below G that a step may draft.
         """
 
         def zeros(*shape: int, dtype: torch.dtype = torch.int64) -> torch.Tensor:
@@ -36,7 +39,9 @@ class StepBuffers:
         self.kv_slots = zeros(slots, window)
         self.positions = zeros(slots, window)
         self.windows = zeros(slots, window)  # anchors and drafts
-        self.block = BlockInputs.empty(slots, window - 1, device)  # inputs of the drafter's forward
+        whole = BlockInputs.empty(slots, window - 1, device)
+        # Inputs of the drafter's forward, by the length of its blocks; None: whole ones.
+        self.block: dict[int | None, BlockInputs] = {None: whole, **{depth: whole.cut(depth) for depth in depths}}
         self.survival = zeros(slots, window - 1, dtype=torch.float32)
         self.confidence = zeros(slots, window - 1, dtype=torch.float32)
         # Of the drafts: values [slots, G, V], tops and totals [slots, G] float32 (``Distribution``), for sampled steps.
@@ -99,14 +104,17 @@ class StepBuffers:
         buffers = self.rows, self.anchors, self.lengths
         stage((rows, anchors, lengths), buffers, self.live, self.budget, drafts)
 
-    def begin(self, slots: int, table: torch.Tensor, mask_token: int, pages: torch.Tensor | None) -> None:
+    def begin(
+        self, slots: int, table: torch.Tensor, mask_token: int, pages: torch.Tensor | None, depth: int | None = None
+    ) -> None:
         """Derive the windows and the block of the first ``slots`` requests from what is staged (``begin_step``).
 
         Args:
             table: [N, C] int32, KV slot of each position of each request row.
             mask_token: of the drafter.
             pages: [slots, P] int32 out, a copy of the requests' rows of ``table``; None if nobody reads one.
+            depth: length of the blocks; None: G.
         """
         staged = self.rows[:slots], self.anchors[:slots], self.lengths[:slots]
         windows = Windows(self.windows[:slots], self.positions[:slots], self.kv_slots[:slots])
-        begin_step(*staged, table, mask_token, windows, self.block.of(slots), pages)
+        begin_step(*staged, table, mask_token, windows, self.block[depth].of(slots), pages)

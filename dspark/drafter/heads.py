@@ -113,7 +113,7 @@ class ConfidenceScale:
         self.values = values
 
     def __call__(self, logits: torch.Tensor, row: torch.Tensor | None) -> torch.Tensor:
-        """[R, G] raw logits and [R] int64 classes (None: the first for all) -> [R, G] confidences in [0, 1]."""
+        """[R, D] raw logits and [R] int64 classes (None: the first for all) -> [R, D] confidences in [0, 1]."""
         return scaled_confidence(logits, self.values, row)
 
 

@@ -79,7 +79,11 @@ class StepGraphs:
         self._captured = full_window_tiers(tiers, spec.window) if full_windows else list(tiers)
         device = torch.device(target.device)
         self._device = device
-        self.buffers = StepBuffers(max_requests, spec.window, device)
+        # Lengths of blocks below gamma: a step that trims needs no whole one. With more ranks each would time the
+        # saving by its own clock, and they would part.
+        trims = mode == "compact" and self._ranks.size == 1 and type(draft.model.markov_head) is VanillaMarkovHead
+        self.depths = depth_ladder(spec.gamma) if trims else []
+        self.buffers = StepBuffers(max_requests, spec.window, device, self.depths)
         if keep_blocks:
             self.buffers.hold_blocks(spec.hidden_size, draft.model.fc.weight.dtype)
         pages = PageTable(target, self.buffers, spec.mask_token_id)
@@ -92,10 +96,6 @@ class StepGraphs:
         )
         self._split_tiers = thinned(self._captured)  # tails take padding lightly, and every capture takes time
         self._split_slots = thinned(self._slots)
-        # Drafts of a block that a step may draw, below all: one that trims needs no whole block. With more ranks each
-        # would time the saving by its own clock, and they would part.
-        trims = mode == "compact" and self._ranks.size == 1 and type(draft_net.markov_head) is VanillaMarkovHead
-        self.depths = depth_ladder(spec.gamma) if trims else []
         self._graphs: GraphSet = _graph_set(device, self._ranks)
         self.timer = StepTimer(device)
         self.pruned: list[int] = []  # tiers that buy nothing
@@ -307,7 +307,7 @@ class StepGraphs:
     def _outcome(self, flat: torch.Tensor, slots: int, count: int, budget: StepBudget, kind: Sampling) -> StepOutcome:
         """Views of a step's flat output (``StaticStep.flat``) for the ``count`` requests among its ``slots``."""
         buffers, found, sampled = self.buffers, FlatResult.of(flat, slots, self._spec.window), kind != "greedy"
-        hidden = buffers.blocks(count) if sampled or budget.depth is not None else None
+        hidden = buffers.blocks(count) if sampled and budget.depth is None else None
         proposal = BlockProposal(buffers.drafts[:count], None, None, hidden) if budget.draft else None
         chances = found.chances[:count] if sampled and found.chances is not None else None
         counts = found.accepted[:count], found.committed[:count], found.tokens[:count], found.next_anchor[:count]

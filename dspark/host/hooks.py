@@ -17,6 +17,7 @@ logger = logging.getLogger("dspark")
 _PIN = "dspark_force_budget_frac"
 _UNPIN = -1
 _DRAFT_OFF = "dspark_force_draft_off"
+_DEPTH = "dspark_force_depth"
 _COUNTING = "dspark_counting"
 _THRESHOLDS = ("speculative_accept_threshold_single", "speculative_accept_threshold_acc")
 
@@ -144,11 +145,17 @@ def _set_state(original: Callable[..., Any], self: Any, recv_req: Any) -> Any:
         impossible.append(_PIN)
     if _DRAFT_OFF in pins and (_PIN in pins or pins[_DRAFT_OFF] not in (0, 1)):
         impossible.append(_DRAFT_OFF)
+    depths = (-1, *self.draft_worker.depths) if fraction is not None else (-1,)
+    if pins.get(_DEPTH, -1) not in depths:
+        impossible.append(_DEPTH)
     if pins.get(_COUNTING, 1) not in (0, 1):
         impossible.append(_COUNTING)
     if not impossible:
-        draft_off, counting = pins.pop(_DRAFT_OFF, None), pins.pop(_COUNTING, None)  # the host knows no such keys
+        # The host knows no such keys.
+        draft_off, counting, depth = (pins.pop(key, None) for key in (_DRAFT_OFF, _COUNTING, _DEPTH))
         output = _set_class(original, self, recv_req)
+        if depth not in (None, -1) and output.updated:
+            self.draft_worker.set_dspark_forced_budget_frac(fraction, int(depth))
         if counting is not None and output.updated:
             self.draft_worker.observer.counting = bool(counting)
         if draft_off is not None and output.updated:
@@ -158,8 +165,10 @@ def _set_state(original: Callable[..., Any], self: Any, recv_req: Any) -> Any:
 
     logger.error(
         "dspark: found %s; required are thresholds of 1.0 (acceptance is exact), a pin in (0, 1], or -1 to end it, "
-        "or without a pin 1 to leave the draft out, or 0 to end that; and 0 or 1 for counting",
+        "or without a pin 1 to leave the draft out, or 0 to end that; beside a pin the length of short blocks (%s), "
+        "or -1 for whole ones; and 0 or 1 for counting",
         {name: pins[name] for name in impossible},
+        list(self.draft_worker.depths),
     )
     return SetInternalStateReqOutput(updated=False)
 

@@ -71,31 +71,31 @@ class HostDraftNet:
         """Name the host's batch that the next forwards belong to."""
         self._host_batch = host_batch
 
-    def block_hidden(self, batch: DecodeBatch) -> torch.Tensor:
-        """[R, G, H]; see :class:`dspark.worker.protocols.DraftNet`."""
+    def block_hidden(self, batch: DecodeBatch, depth: int | None = None) -> torch.Tensor:
+        """[R, D, H]; see :class:`dspark.worker.protocols.DraftNet`."""
         host = self._host_batch
         assert host is not None
-        gamma = batch.positions.shape[1] - 1
-        tokens = torch.full((batch.size, gamma), self._mask_token_id, dtype=torch.int64, device=batch.anchors.device)
+        rows = depth or batch.positions.shape[1] - 1
+        tokens = torch.full((batch.size, rows), self._mask_token_id, dtype=torch.int64, device=batch.anchors.device)
         tokens[:, 0] = batch.anchors
-        positions = batch.positions[:, :gamma].reshape(-1)
-        lens_cpu, lens_sum = _host_lengths(host, gamma)
+        positions = batch.positions[:, :rows].reshape(-1)
+        lens_cpu, lens_sum = _host_lengths(host, rows)
         forward_batch = ForwardBatch(
             forward_mode=ForwardMode.TARGET_VERIFY,
             batch_size=batch.size,
             input_ids=tokens.view(-1),
             req_pool_indices=host.req_pool_indices,
             seq_lens=batch.lengths,
-            out_cache_loc=batch.slots[:, :gamma].reshape(-1),
+            out_cache_loc=batch.slots[:, :rows].reshape(-1),
             seq_lens_sum=lens_sum,
             seq_lens_cpu=lens_cpu,
             positions=positions,
             spec_algorithm=host.spec_algorithm,
-            spec_info=block_info(gamma, tokens.view(-1), positions, CaptureHiddenMode.NULL),
+            spec_info=block_info(rows, tokens.view(-1), positions, CaptureHiddenMode.NULL),
             capture_hidden_mode=CaptureHiddenMode.NULL,
         )
         output = self._runner.forward(forward_batch).logits_output
-        return output.hidden_states.view(batch.size, gamma, -1)
+        return output.hidden_states.view(batch.size, rows, -1)
 
     def base_logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """[R, G, H] -> [R, G, V]."""

@@ -10,7 +10,7 @@ import torch
 from dspark.config import LENGTH_VARIABLE, SIMULATE_VARIABLE, Settings
 from dspark.errors import ConfigError
 from dspark.host.batch import RequestTable
-from dspark.scheduler.replay_blocks import LEVELS, BlockClass, constant_class, levels, load_classes
+from dspark.scheduler.replay_blocks import LEVELS, SHORT_KEPT, BlockClass, constant_class, levels, load_classes
 from dspark.worker.replay import Replay
 
 logger = logging.getLogger("dspark")
@@ -56,7 +56,7 @@ def build_replay(settings: Settings, gamma: int, requests: RequestTable) -> Repl
     _classes = None
     if found is None:
         return None
-    replay = Replay(found[0], requests.seeds, found[1])
+    replay = Replay(found[0], requests.seeds, found[1], SHORT_KEPT)
     _classes = replay.names
     logger.warning(
         "dspark: ACCEPTANCE IS SIMULATED (%s): outputs are meaningless text, only times and counts mean something. "

@@ -34,13 +34,14 @@ class PageTable:
             shape = (buffers.slots, self._table.shape[1])
             self.pages = torch.zeros(shape, dtype=torch.int32, device=self._table.device)
 
-    def read(self, slots: int) -> None:
+    def read(self, slots: int, depth: int | None = None) -> None:
         """Everything of a step of ``slots`` requests that depends on the slot table: the scheduler may write it then.
 
+        ``depth`` is the length of the blocks that it drafts; None: whole ones.
         Rows of the table are reserved up to two windows beyond the length.
         """
         pages = None if self.pages is None else self.pages[:slots]
-        self._buffers.begin(slots, self._table, self._mask_token_id, pages)
+        self._buffers.begin(slots, self._table, self._mask_token_id, pages, depth)
 
 
 class _StaticForward:
@@ -103,14 +104,13 @@ class StaticDraftNet(HostDraftNet):
         self._model.bind(runner.token_to_kv_pool)
         self._forward, self._buffers = _StaticForward(runner, buffers, pages), buffers
 
-    def block_hidden(self, batch: DecodeBatch) -> torch.Tensor:
-        """[S, G, H]; padding drafts too, into the spare KV slot."""
-        requests, gamma = batch.size, batch.positions.shape[1] - 1
-        block = self._buffers.block.of(requests)
+    def block_hidden(self, batch: DecodeBatch, depth: int | None = None) -> torch.Tensor:
+        """[S, D, H]; padding drafts too, into the spare KV slot."""
+        block = self._buffers.block[depth].of(batch.size)
         rows = block.ids, block.positions, block.slots
         spans = block.offsets, block.keys, block.key_offsets
-        output = self._forward(*rows, batch.lengths, block.lens, gamma, CaptureHiddenMode.NULL, spans)
-        return output.hidden_states.view(requests, gamma, -1)
+        output = self._forward(*rows, batch.lengths, block.lens, block.depth, CaptureHiddenMode.NULL, spans)
+        return output.hidden_states.view(batch.size, block.depth, -1)
 
 
 class StaticTargetNet:

@@ -348,10 +348,15 @@ class DSparkWorker(BaseSpecWorker):
         """The host's budget preparation is not used."""
         return
 
-    def set_dspark_forced_budget_frac(self, frac: float | None) -> None:
+    def set_dspark_forced_budget_frac(self, frac: float | None, depth: int | None = None) -> None:
         """Verify floor(frac * R * gamma) drafts per step from now on, in every mode; None ends the pin."""
         assert self._budgets is not None
-        self._budgets.pin(frac)
+        self._budgets.pin(frac, depth)
+
+    @property
+    def depths(self) -> tuple[int, ...]:
+        """Lengths of short blocks that may be pinned."""
+        return self._budgets.depths if self._budgets is not None else ()
 
     def block_accept_estimate_log_suffix(self) -> str | None:
         """Suffix for the decode log line: rows and drafts since the last one."""
@@ -378,7 +383,6 @@ class DSparkWorker(BaseSpecWorker):
 
     def dump_info_records(self) -> dict[str, Any]:
         """What ``/server_info`` shows as ``dspark_info_record``."""
-        loaded = sorted(name for name in sys.modules if name.startswith(compat.BUILTIN_MODULES))
         if self._probes is not None:
             self._probes.settle()
         observed = {"counters": {}} if self.observer is None else self.observer.dump()
@@ -388,7 +392,7 @@ class DSparkWorker(BaseSpecWorker):
             "gamma": self.spec.gamma,
             "mode": self.mode,
             "simulated": None if self.simulated is None else self.simulated.describe(),
-            "builtin_modules_loaded": loaded,
+            "builtin_modules_loaded": sorted(name for name in sys.modules if name.startswith(compat.BUILTIN_MODULES)),
             "schedule": None if self._budgets is None else self._budgets.statistics(),
             "eager_steps": observed["counters"].get("graph_misses", {}),
             "graphs": None if self._graphs is None else self._graphs.statistics(),

@@ -11,15 +11,15 @@ def scaled_confidence(logits: torch.Tensor, scale: torch.Tensor, row: torch.Tens
     Source: DSpark paper section 3.1 (f(z) = z / T); the rest is ``dspark.scheduler.calibration``.
 
     Args:
-        logits: [R, G] float32, z.
+        logits: [R, D] float32, z, D <= G.
         scale: [2, C, G, K] float32, knots and what they become, both rising, of C classes.
         row: [R] int64, class of each request; None: the first for all.
 
     Returns:
-        [R, G] float32 in [0, 1].
+        [R, D] float32 in [0, 1].
     """
     at = torch.zeros_like(logits[:, 0], dtype=torch.int64) if row is None else row
-    knots, values = scale[:, at]
+    knots, values = scale[:, at, : logits.shape[1]]
     low, high = torch.zeros_like(knots[..., 1:]), knots.diff()
     slopes = values.diff() / high
     low[..., 0], high[..., -1] = -torch.inf, torch.inf

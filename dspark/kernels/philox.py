@@ -66,18 +66,19 @@ def _counter(
     return lane, row | (int(purpose) << 16), position & _MASK, (position >> 32) & _MASK
 
 
-def philox_words(seed: torch.Tensor, position: torch.Tensor, purpose: Purpose) -> torch.Tensor:
+def philox_words(seed: torch.Tensor, position: torch.Tensor, purpose: Purpose, row: int = 0) -> torch.Tensor:
     """One 32-bit word per block.
 
     Args:
         seed, position: [R] int64, of the request and of the block's anchor.
         purpose: what the words are for.
+        row: below 2**16; each has a word of its own.
 
     Returns:
         [R] int64 with values in [0, 2**32).
     """
     zero = torch.zeros_like(position)
-    return philox4x32(seed, _counter(position, zero, purpose, zero))[0]
+    return philox4x32(seed, _counter(position, zero + row, purpose, zero))[0]
 
 
 def uniform(seed: torch.Tensor, position: torch.Tensor, rows: int, purpose: Purpose) -> torch.Tensor:

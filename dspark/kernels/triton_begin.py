@@ -28,31 +28,47 @@ class Windows:
 
 @dataclass(frozen=True)
 class BlockInputs:
-    """What the drafter's forward needs: G rows of each of S requests, request after request."""
+    """What the drafter's forward needs: D <= G rows of each of S requests, request after request."""
 
-    ids: torch.Tensor  # [S * G] int64
-    positions: torch.Tensor  # [S * G] int64
-    slots: torch.Tensor  # [S * G] int64
-    lens: torch.Tensor  # [S] int32, G
+    ids: torch.Tensor  # [S * D] int64
+    positions: torch.Tensor  # [S * D] int64
+    slots: torch.Tensor  # [S * D] int64
+    lens: torch.Tensor  # [S] int32, D
     offsets: torch.Tensor  # [S + 1] int32, running sums of ``lens`` from 0
     keys: torch.Tensor  # [S] int32, tokens before the block and in it
     key_offsets: torch.Tensor  # [S + 1] int32, running sums of ``keys`` from 0
 
     @classmethod
     def empty(cls, slots: int, gamma: int, device: torch.device | str) -> BlockInputs:
-        """Buffers; everything that is not written every step is."""
+        """Buffers of whole blocks; everything that is not written every step is."""
         ids, positions, at = torch.zeros((3, slots * gamma), dtype=torch.int64, device=device)
-        lens = torch.full((slots,), gamma, dtype=torch.int32, device=device)
-        offsets = torch.arange(slots + 1, dtype=torch.int32, device=device) * gamma
+        lens, offsets = _spans(slots, gamma, device)
         return cls(ids, positions, at, lens, offsets, torch.zeros_like(lens), torch.zeros_like(offsets))
+
+    def cut(self, depth: int) -> BlockInputs:
+        """Blocks of ``depth`` rows in the same buffers: only one kind of block is drafted in a step."""
+        most = self.lens.shape[0]
+        ids, positions, slots = (buffer[: most * depth] for buffer in (self.ids, self.positions, self.slots))
+        lens, offsets = _spans(most, depth, ids.device)
+        return BlockInputs(ids, positions, slots, lens, offsets, self.keys, self.key_offsets)
 
     def of(self, slots: int) -> BlockInputs:
         """Views of the first ``slots`` requests."""
-        most = self.lens.shape[0]
-        gamma = self.ids.shape[0] // most
-        counts = {"ids": slots * gamma, "positions": slots * gamma, "slots": slots * gamma}
+        rows = slots * self.depth
+        counts = {"ids": rows, "positions": rows, "slots": rows}
         counts |= {"lens": slots, "keys": slots, "offsets": slots + 1, "key_offsets": slots + 1}
         return BlockInputs(**{field.name: getattr(self, field.name)[: counts[field.name]] for field in fields(self)})
+
+    @property
+    def depth(self) -> int:
+        """D."""
+        return self.ids.shape[0] // self.lens.shape[0]
+
+
+def _spans(slots: int, depth: int, device: torch.device | str) -> tuple[torch.Tensor, torch.Tensor]:
+    """``lens`` and ``offsets`` of blocks of ``depth`` rows."""
+    lens = torch.full((slots,), depth, dtype=torch.int32, device=device)
+    return lens, torch.arange(slots + 1, dtype=torch.int32, device=device) * depth
 
 
 class _Staged(NamedTuple):
@@ -79,13 +95,14 @@ class _Block(NamedTuple):
     slots: Any
     keys: Any
     key_offsets: Any
+    depth: Any
 
 
 @jit
 def _write_request(staged, windows, block, request, row, length, COLS: tl.constexpr):
     """The window of one request, and its part of the block."""
-    column, gamma = tl.arange(0, COLS), windows.window - 1
-    inside, drafted = column < windows.window, column < gamma
+    column = tl.arange(0, COLS)
+    inside, drafted = column < windows.window, column < block.depth
     position = length + column
     slot = tl.load(row + position, mask=inside, other=0).to(tl.int64)
     at = request.to(tl.int64) * windows.window + column
@@ -93,12 +110,12 @@ def _write_request(staged, windows, block, request, row, length, COLS: tl.conste
     tl.store(windows.slots + at, slot, mask=inside)
     anchor = tl.load(staged.anchors + request)
     tl.store(windows.tokens + request.to(tl.int64) * windows.token_stride, anchor)
-    at = request.to(tl.int64) * gamma + column
+    at = request.to(tl.int64) * block.depth + column
     masks = tl.zeros((COLS,), tl.int64) + staged.mask_token
     tl.store(block.ids + at, tl.where(column == 0, anchor, masks), mask=drafted)
     tl.store(block.positions + at, position, mask=drafted)
     tl.store(block.slots + at, slot, mask=drafted)
-    tl.store(block.keys + request, (length + gamma).to(tl.int32))
+    tl.store(block.keys + request, (length + block.depth).to(tl.int32))
 
 
 @jit
@@ -118,7 +135,7 @@ def _begin_kernel(
         _write_request(staged, windows, block, request, row, length, COLS)
     if (part == 0) & (request == 0):
         each = tl.arange(0, ROWS)
-        keys = tl.load(staged.lengths + each, mask=each < requests, other=0).to(tl.int32) + (windows.window - 1)
+        keys = tl.load(staged.lengths + each, mask=each < requests, other=0).to(tl.int32) + block.depth
         tl.store(block.key_offsets, 0)
         tl.store(block.key_offsets + each + 1, tl.cumsum(keys, axis=0), mask=each < requests)
 
@@ -161,20 +178,20 @@ def begin_step_reference(
     pages: torch.Tensor | None,
 ) -> None:
     """``begin_step`` in torch."""
-    gamma = windows.tokens.shape[1] - 1
-    windows.positions.copy_(lengths[:, None] + torch.arange(gamma + 1, device=rows.device))
+    window, depth = windows.tokens.shape[1], block.depth
+    windows.positions.copy_(lengths[:, None] + torch.arange(window, device=rows.device))
     windows.slots.copy_(table[rows[:, None], windows.positions])
     windows.tokens[:, 0] = anchors
-    ids = block.ids.view(-1, gamma)
+    ids = block.ids.view(-1, depth)
     ids[:, 0], ids[:, 1:] = anchors, mask_token
-    block.positions.view(-1, gamma).copy_(windows.positions[:, :gamma])
-    block.slots.view(-1, gamma).copy_(windows.slots[:, :gamma])
-    block.keys.copy_(lengths + gamma)
+    block.positions.view(-1, depth).copy_(windows.positions[:, :depth])
+    block.slots.view(-1, depth).copy_(windows.slots[:, :depth])
+    block.keys.copy_(lengths + depth)
     block.key_offsets[0] = 0
     block.key_offsets[1:] = block.keys.cumsum(0)
     if pages is not None:
         width = pages.shape[1]
-        known = torch.arange(width, device=rows.device) < (lengths + gamma + 1)[:, None]
+        known = torch.arange(width, device=rows.device) < (lengths + window)[:, None]
         pages.copy_(torch.where(known, table[rows, :width], pages))
 
 
@@ -198,7 +215,7 @@ def begin_step_triton(
     _begin_kernel[(requests, ceil_div(width, _PAGES))](
         staged,
         _Windows(windows.tokens, windows.tokens.stride(0), windows.positions, windows.slots, window),
-        _Block(block.ids, block.positions, block.slots, block.keys, block.key_offsets),
+        _Block(block.ids, block.positions, block.slots, block.keys, block.key_offsets, block.depth),
         table if pages is None else pages,
         width if pages is None else pages.stride(0),
         requests,

@@ -48,6 +48,7 @@ class _Scale(NamedTuple):
     bias: Any
     curves: Any
     size: Any  # C * G * K
+    gamma: Any  # G
     knots: Any  # K
     classes: Any
 
@@ -82,12 +83,12 @@ def _confidence_kernel(
     hidden, tokens, proj, scale, out, out_stride, LATENTS: tl.constexpr, BIAS: tl.constexpr, SCALED: tl.constexpr,
     CLASSES: tl.constexpr, KEEP: tl.constexpr, DEPTH: tl.constexpr
 ):  # fmt: skip
-    request, k, gamma = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.num_programs(1)
+    request, k, depth = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.num_programs(1)
     if KEEP:
         for start in range(0, hidden.width, DEPTH):
             at = start + tl.arange(0, DEPTH)
             x = tl.load(hidden.data + request * hidden.row_stride + k * hidden.step + at, mask=at < hidden.width)
-            tl.store(hidden.kept + (request * gamma + k) * hidden.width + at, x, mask=at < hidden.width)
+            tl.store(hidden.kept + (request * depth + k) * hidden.width + at, x, mask=at < hidden.width)
     logit = _dot(hidden.data + request * hidden.row_stride + k * hidden.step, proj, hidden.width, DEPTH)
     if LATENTS:
         anchor = tl.load(tokens.anchors + request)
@@ -99,7 +100,7 @@ def _confidence_kernel(
     if SCALED:
         at = k.to(tl.int64)
         if CLASSES:
-            at += tl.load(scale.classes + request) * gamma
+            at += tl.load(scale.classes + request) * scale.gamma
         logit = _curve(logit, scale.curves + at * scale.knots, scale.size, scale.knots)
     tl.store(out + request * out_stride + k, 1.0 / (1.0 + tl.exp(-logit)))
 
@@ -118,13 +119,13 @@ def confidence(
     Nothing is allocated and nothing waits for the device, so a captured graph can run it.
 
     Args:
-        hidden: [R, G, H] floating point, G >= 1, columns contiguous; row k predicts draft k.
+        hidden: [R, D, H] floating point, 1 <= D <= G, columns contiguous; row k predicts draft k.
         anchors: [R] int64, contiguous, the token before the first draft.
-        drafts: [R, G] int64, any strides.
+        drafts: [R, D] int64, any strides.
         weights: of the head, and its calibration.
         classes: [R] int64, row of the calibration of each request; None: row 0 for all.
-        out: [R, G] float32, columns contiguous.
-        kept: [R, G, H] out, contiguous, of the type of ``hidden``: a copy of it, without a launch of its own.
+        out: [R, D] float32, columns contiguous.
+        kept: [R, D, H] out, contiguous, of the type of ``hidden``: a copy of it, without a launch of its own.
     """
     launch = confidence_triton if hidden.is_cuda else confidence_reference
     launch(hidden, anchors, drafts, weights, classes, out, kept)
@@ -160,7 +161,7 @@ def confidence_triton(
     kept: torch.Tensor | None = None,
 ) -> None:
     """``confidence`` with a program for each draft."""
-    requests, gamma, width = hidden.shape
+    requests, drafted, width = hidden.shape
     latents, proj = weights.latents, weights.proj
     if requests == 0:
         return
@@ -171,14 +172,14 @@ def confidence_triton(
     assert dense(anchors, proj, weights.bias, weights.scale, classes, kept)
     assert kept is None or (kept.shape == hidden.shape and kept.dtype == hidden.dtype)
     w1 = hidden if latents is None else latents
-    assert weights.scale is None or weights.scale.shape[2] == gamma
+    assert weights.scale is None or weights.scale.shape[2] >= drafted
     given = (weights.bias, weights.scale, classes)
     bias, values, of = (anchors if tensor is None else tensor for tensor in given)  # what stands in is never read
     # Constants where there is no scale: a number of its own for each batch size would be another kernel each.
-    size, knots = (0, 0) if weights.scale is None else (values.numel() // 2, values.shape[-1])
-    scale = _Scale(bias, values, size, knots, of)
+    size, gamma, knots = (0, 0, 0) if weights.scale is None else (values.numel() // 2, *values.shape[2:])
+    scale = _Scale(bias, values, size, gamma, knots, of)
     depth = min(_MAX_DEPTH, power_of_two(width))
-    _confidence_kernel[(requests, gamma)](
+    _confidence_kernel[(requests, drafted)](
         _Hidden(hidden, hidden.stride(0), hidden.stride(1), width, hidden if kept is None else kept),
         _Tokens(anchors, drafts, drafts.stride(0), drafts.stride(1), w1, w1.stride(0), rank),
         proj,

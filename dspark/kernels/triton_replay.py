@@ -47,10 +47,13 @@ class _Batch(NamedTuple):
     stride: Any
     requests: Any
     gamma: Any
+    kept: Any
 
 
 @jit
-def _replay_draft_kernel(batch, table, HAS_CONFIDENCE: tl.constexpr, BLOCK: tl.constexpr, COLS: tl.constexpr):
+def _replay_draft_kernel(
+    batch, table, HAS_CONFIDENCE: tl.constexpr, THIN: tl.constexpr, BLOCK: tl.constexpr, COLS: tl.constexpr
+):  # fmt: skip
     request = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     known = request < batch.requests
     row = tl.load(batch.rows + request, mask=known, other=0)
@@ -62,7 +65,11 @@ def _replay_draft_kernel(batch, table, HAS_CONFIDENCE: tl.constexpr, BLOCK: tl.c
     word, _, _, _ = words(seed, position, zero, zero, REPLAY)
     count = tl.load(table.sizes + which, mask=known, other=1)
     block = tl.load(table.first + which, mask=known, other=0) + word.to(tl.int64) % count
-    tl.store(batch.accepted + request, tl.load(table.accepted + block, mask=known, other=0), mask=known)
+    accepted = tl.load(table.accepted + block, mask=known, other=0)
+    if THIN:
+        coin, _, _, _ = words(seed, position, zero + 1, zero, REPLAY)
+        accepted = tl.where(coin.to(tl.int64) < batch.kept, accepted, 0)
+    tl.store(batch.accepted + request, accepted, mask=known)
     if HAS_CONFIDENCE:
         column = tl.arange(0, COLS)[None, :]
         inside = known[:, None] & (column < batch.gamma)
@@ -71,12 +78,18 @@ def _replay_draft_kernel(batch, table, HAS_CONFIDENCE: tl.constexpr, BLOCK: tl.c
         tl.store(at, value, mask=inside)
 
 
+def _coins(kept: float) -> int:
+    """Of 2**32 words, how many are below this share."""
+    return round(kept * 2**32)
+
+
 def replay_draft(
     table: ReplayTable,
     rows: torch.Tensor,
     positions: torch.Tensor,
     accepted: torch.Tensor,
     confidence: torch.Tensor | None,
+    kept: float = 1.0,
 ) -> None:
     """Pick the block that each request replays.
 
@@ -88,9 +101,10 @@ def replay_draft(
         positions: [R] int64, positions of the anchors.
         accepted: [R] int32 out, drafts that the block accepts, 0..G.
         confidence: [R, G] float32 out, columns contiguous; None: the drafter has no confidences.
+        kept: share of the blocks that accept what they say; the others accept nothing.
     """
     launch = replay_draft_triton if rows.is_cuda else replay_draft_reference
-    launch(table, rows, positions, accepted, confidence)
+    launch(table, rows, positions, accepted, confidence, kept)
 
 
 def replay_draft_reference(
@@ -99,12 +113,14 @@ def replay_draft_reference(
     positions: torch.Tensor,
     accepted: torch.Tensor,
     confidence: torch.Tensor | None,
+    kept: float = 1.0,
 ) -> None:
     """``replay_draft`` in torch."""
     named = table.classes[rows]
     which = torch.where(named < 0, table.selected, named)
     block = table.first[which] + philox_words(table.seeds[rows], positions, Purpose.REPLAY) % table.sizes[which]
-    accepted.copy_(table.accepted[block])
+    stays = philox_words(table.seeds[rows], positions, Purpose.REPLAY, 1) < _coins(kept)
+    accepted.copy_(torch.where(stays, table.accepted[block], 0))
     if confidence is not None:
         confidence.copy_(table.confidence[block])
 
@@ -115,6 +131,7 @@ def replay_draft_triton(
     positions: torch.Tensor,
     accepted: torch.Tensor,
     confidence: torch.Tensor | None,
+    kept: float = 1.0,
 ) -> None:
     """``replay_draft`` in one launch."""
     requests, gamma = rows.shape[0], table.confidence.shape[1]
@@ -125,9 +142,10 @@ def replay_draft_triton(
     block = min(_BLOCK, power_of_two(requests))
     out, stride = (accepted, 0) if confidence is None else (confidence, confidence.stride(0))
     _replay_draft_kernel[(ceil_div(requests, block),)](
-        _Batch(rows, positions, accepted, out, stride, requests, gamma),
+        _Batch(rows, positions, accepted, out, stride, requests, gamma, _coins(kept)),
         table,
         HAS_CONFIDENCE=confidence is not None,
+        THIN=kept < 1.0,
         BLOCK=block,
         COLS=power_of_two(gamma),
         num_warps=1,

@@ -38,7 +38,7 @@ class StepTokens:
     greedy: np.ndarray  # [R] bool
     chances: np.ndarray | None  # [R, W] float32, the target's probability of each committed token; None: all are greedy
     probe: Probe | None = None
-    whole: bool = True  # False: not all drafts of the blocks were drawn, so greedy requests need probes as well
+    whole: bool = True  # False: its blocks were short, so nobody knows what the rest of whole ones would have been
 
 
 @dataclass(frozen=True)
@@ -62,6 +62,11 @@ class Judged:
     left_out: np.ndarray  # [N] int64, drafts that no row tested
     beyond: np.ndarray  # [N] int64, drafts behind the window that would have passed; 0 unless EXACT
     due: list[DueProbe]
+    greedy: np.ndarray  # [N] bool
+    told: (
+        np.ndarray
+    )  # [3, G] int64, of greedy steps of whole blocks by drafts left out: how many are solved and have as
+    # many later tokens, sum of the drafts that would have passed, and of their squares
 
     def tokens(self) -> np.ndarray:
         """[N] int64: ceiling of the KNOWN and EXACT steps, the least that the others can have."""
@@ -164,10 +169,13 @@ def judge(steps: Sequence[StepTokens], count: int, gamma: int) -> Judged:
     beyond[hidden[exact]] = passed[exact]
     probed = drawn[stream.probe[of[drawn]] >= 0]
     due = stream.due(of[probed], left[probed], at[probed]) if probed.size else []
-    return Judged(stream.slots[mine], stream.generations[mine], stream.committed[mine], state, left_out, beyond, due)
+    telling = greedy & (left > 0) & there[first, np.maximum(left - 1, 0)]
+    sums = [np.bincount(left[telling], passed[telling] ** power, gamma)[:gamma] for power in (0, 1, 2)]
+    mine_of = stream.slots[mine], stream.generations[mine], stream.committed[mine]
+    return Judged(*mine_of, state, left_out, beyond, due, stream.greedy[mine], np.array(sums).astype(np.int64))
 
 
-def judge_request(steps: Sequence[StepTokens], slot: int, gamma: int) -> tuple[int, list[int]]:
+def judge_request(steps: Sequence[StepTokens], slot: int, gamma: int) -> tuple[int, bool, list[int]]:
     """Judge all steps of the last request that had ``slot``, one by one: for a single request cheaper than with arrays.
 
     Args:
@@ -176,10 +184,10 @@ def judge_request(steps: Sequence[StepTokens], slot: int, gamma: int) -> tuple[i
         gamma: G.
 
     Returns:
-        Its generation, -1 if no step is its; [3 + G] sums of its steps that drafted: solved ones, ceiling (the least of
-        those that are not solved), those that hide it; the others by drafts left out.
+        Its generation, -1 if no step is its; whether it is greedy; [3 + G] sums of its steps that drafted: solved
+        ones, ceiling (the least of those that are not solved), those that hide it; the others by drafts left out.
     """
-    solved, tokens, hidden, others = 0, 0, 0, [0] * gamma
+    solved, tokens, hidden, others, greedy = 0, 0, 0, [0] * gamma, True
     later: list[int] = []  # the G tokens, or as many as there are, after the step
     newest = steps[::-1]
     generation, places = last_request(((step.slots, step.generations) for step in newest), slot)
@@ -187,14 +195,14 @@ def judge_request(steps: Sequence[StepTokens], slot: int, gamma: int) -> tuple[i
         if at < 0:
             continue
         rows, accepted, own = step.rows.item(at), step.accepted.item(at), step.tokens[at].tolist()
-        committed = min(accepted + 1, rows)
+        committed, greedy = min(accepted + 1, rows), step.greedy.item(at)
         if step.drafted:
             hides, beyond = rows <= gamma and accepted == rows, 0
             left_out = gamma - rows if hides else 0
             while beyond < min(left_out, len(later)) and own[rows + beyond] == later[beyond]:
                 beyond += 1
             parted = beyond == left_out or beyond < len(later)
-            if left_out and not (parted and step.whole and step.greedy.item(at)):
+            if left_out and not (parted and step.whole and greedy):
                 others[left_out] += 1
                 beyond = 0
             else:
@@ -202,4 +210,4 @@ def judge_request(steps: Sequence[StepTokens], slot: int, gamma: int) -> tuple[i
             hidden += hides
             tokens += committed + hides + beyond
         later = (own[:committed] + later)[:gamma]
-    return generation, [solved, tokens, hidden, *others]
+    return generation, greedy, [solved, tokens, hidden, *others]

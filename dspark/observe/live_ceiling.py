@@ -6,7 +6,9 @@ that hides the ceiling of a request is judged once G - 1 more steps are there, e
 - greedy: exact (``dspark.observe.ceiling``);
 - sampled: counted by the number of drafts left out. Some of these steps, picked before their outcome, are *probes*:
   their block is kept on the device until the later tokens are known, and its drafter is then asked for the probability
-  of these. The mean of the probes with about as many drafts left out stands for all steps of that kind.
+  of these. The mean of the probes with about as many drafts left out stands for all steps of that kind;
+- of short blocks: nobody knows what the rest of a whole block would have been. Steps of whole blocks, which come at a
+  fixed pace, stand for them: the probes for sampled requests, solved steps for greedy ones.
 
 Nothing is extrapolated to steps whose later tokens do not exist (the answer ended): they are counted.
 """
@@ -27,42 +29,28 @@ MIN_PROBES = 8  # before their mean stands for other steps
 _COLUMNS = 3
 
 
-class _Sums:
-    """What has been judged, of a server since its last ``clear``."""
+class _Kind:
+    """Hidden steps of one kind, greedy or sampled, that are known in law only, and the samples that say their mean."""
 
     def __init__(self, gamma: int) -> None:
-        self.known = np.zeros(2, np.int64)  # steps, tokens
-        self.exact = np.zeros(3, np.int64)  # steps, committed tokens, ceiling
-        self.drawn = np.zeros(gamma, np.int64)  # steps by drafts left out
-        self.ended = np.zeros(gamma, np.int64)  # the same
-        # Of the probes by drafts left out: their number, and sums of w, w^2, w t, w t^2 and w s, where w is how many
-        # requests a probe stands for, t and s the unbiased estimates of T and T^2.
-        self.probes = np.zeros((6, gamma))
-        self._means: np.ndarray | None = None  # kept until the next probe is answered
+        self.steps = np.zeros(gamma, np.int64)  # by drafts left out
+        # Of the samples by drafts left out: their number, and sums of w, w^2, w t, w t^2 and w s, where w is how many
+        # requests a sample stands for, t and s the unbiased estimates of T and T^2.
+        self.samples = np.zeros((6, gamma))
+        self._means: np.ndarray | None = None  # kept until there is another sample
 
-    def add(self, judged: Judged) -> None:
-        gamma, tokens, state = self.drawn.shape[0], judged.tokens(), judged.state
-        self.known += ((state == KNOWN).sum(), tokens[state == KNOWN].sum())
-        exact = state == EXACT
-        self.exact += (exact.sum(), judged.committed[exact].sum(), tokens[exact].sum())
-        for sums, kind in ((self.drawn, DRAWN), (self.ended, ENDED)):
-            sums += np.bincount(judged.left_out[state == kind], minlength=gamma)[:gamma]
-
-    def answer(self, due: DueProbe, log_q: np.ndarray) -> None:
-        weight, left_out = float(due.probe.candidates), due.left_out
-        later, log_p, log_q = due.path[None, -left_out:], due.log_p[None, :left_out], log_q[None, -left_out:]
-        found = tails(TrimmedSteps(np.array([left_out]), later, later, np.zeros(1, bool), log_p, log_q))
-        mean, second = float(found.mean[0]), float(found.second[0])
+    def add(self, left_out: int | slice, sums: Any) -> None:
+        """Take samples: their six sums, of one number of left-out drafts or of several."""
         self._means = None
-        self.probes[:, due.left_out] += (1, weight, weight**2, weight * mean, weight * mean**2, weight * second)
+        self.samples[:, left_out] += sums
 
     def groups(self) -> np.ndarray:
         """[N] int64: the first number of left-out drafts of each group; together 0..G - 1.
 
-        Neighbours are joined until each group has ``MIN_PROBES``; none, if there are not as many probes at all.
+        Neighbours are joined until each group has ``MIN_PROBES``; none, if there are not as many samples at all.
         """
         starts, held = [0], 0
-        for left_out, number in enumerate(self.probes[0].tolist()):
+        for left_out, number in enumerate(self.samples[0].tolist()):
             if held >= MIN_PROBES:
                 starts.append(left_out)
                 held = 0
@@ -72,52 +60,95 @@ class _Sums:
         return np.array(starts, np.int64)
 
     def means(self) -> np.ndarray:
-        """[G] float64: mean of T by drafts left out; NaN if too few probes are known."""
+        """[G] float64: mean of T by drafts left out; NaN if there are too few samples."""
         if self._means is None:
             starts = self.groups()
             if not starts.size:
-                return np.full(self.drawn.shape, np.nan)
-            _, weight, _, first, *_ = np.add.reduceat(self.probes, starts, axis=1)
-            self._means = np.repeat(first / weight, np.diff(starts, append=self.drawn.shape[0]))
+                return np.full(self.steps.shape, np.nan)
+            _, weight, _, first, *_ = np.add.reduceat(self.samples, starts, axis=1)
+            self._means = np.repeat(first / weight, np.diff(starts, append=self.steps.shape[0]))
         return self._means
 
-    def _half_width(self) -> float:
-        """Of the interval of all drawn steps, from two errors.
+    def variance(self) -> float:
+        """Of the error of all steps together, from two errors.
 
-        That of the mean over the probes of a group, times the steps that it stands for, and the coins of these.
+        That of the mean over the samples of a group, times the steps that it stands for, and the coins of these.
         """
         starts = self.groups()
-        steps = np.add.reduceat(self.drawn, starts)
-        longest = np.append(starts[1:], self.drawn.shape[0]) - 1
-        _, weight, squares, first, *second = np.add.reduceat(self.probes, starts, axis=1)
-        share = squares / weight**2  # one over the number of probes, if all stand for as many requests
-        # A few probes may have missed what is rare: no variance is taken for less than that of all probes together.
-        _, all_weight, _, all_first, *all_second = self.probes.sum(axis=1)
+        if not starts.size or not self.steps.any():
+            return 0.0
+        steps = np.add.reduceat(self.steps, starts)
+        longest = np.append(starts[1:], self.steps.shape[0]) - 1
+        _, weight, squares, first, *second = np.add.reduceat(self.samples, starts, axis=1)
+        share = squares / weight**2  # one over the number of samples, if all stand for as many requests
+        # A few samples may have missed what is rare: no variance is taken for less than that of all together.
+        _, all_weight, _, all_first, *all_second = self.samples.sum(axis=1)
         least = np.array(all_second)[:, None] / all_weight - (all_first / all_weight) ** 2
         variance = np.array(second) / weight - (first / weight) ** 2
         of_mean, of_coins = np.maximum(np.maximum(variance, np.minimum(least, longest**2 / 4)), 0.0)
-        return Z_SCORE * math.sqrt(float((of_mean / (1 - share) * share * steps**2 + of_coins * steps).sum()))
+        return float((of_mean / (1 - share) * share * steps**2 + of_coins * steps).sum())
+
+
+class _Sums:
+    """What has been judged, of a server since its last ``clear``."""
+
+    def __init__(self, gamma: int) -> None:
+        self.known = np.zeros(2, np.int64)  # steps, tokens
+        self.exact = np.zeros(3, np.int64)  # steps, committed tokens, ceiling
+        self.sampled, self.greedy = _Kind(gamma), _Kind(gamma)  # greedy ones are of short blocks
+        self.ended = np.zeros(gamma, np.int64)  # steps by drafts left out
+
+    def add(self, judged: Judged) -> None:
+        gamma, tokens, state = self.ended.shape[0], judged.tokens(), judged.state
+        self.known += ((state == KNOWN).sum(), tokens[state == KNOWN].sum())
+        exact = state == EXACT
+        self.exact += (exact.sum(), judged.committed[exact].sum(), tokens[exact].sum())
+        drawn = state == DRAWN
+        for sums, of in (
+            (self.greedy.steps, drawn & judged.greedy),
+            (self.sampled.steps, drawn & ~judged.greedy),
+            (self.ended, state == ENDED),
+        ):
+            sums += np.bincount(judged.left_out[of], minlength=gamma)[:gamma]
+        number, passed, squares = judged.told
+        if number.any():
+            self.greedy.add(slice(None), (number, number, number, passed, squares, squares))
+
+    def answer(self, due: DueProbe, log_q: np.ndarray) -> None:
+        weight, left_out = float(due.probe.candidates), due.left_out
+        later, log_p, log_q = due.path[None, -left_out:], due.log_p[None, :left_out], log_q[None, -left_out:]
+        found = tails(TrimmedSteps(np.array([left_out]), later, later, np.zeros(1, bool), log_p, log_q))
+        mean, second = float(found.mean[0]), float(found.second[0])
+        self.sampled.add(left_out, (1, weight, weight**2, weight * mean, weight * mean**2, weight * second))
+
+    def of(self, greedy: bool) -> _Kind:
+        """The kind of a request's steps."""
+        return self.greedy if greedy else self.sampled
 
     def estimate(self) -> Ceiling:
-        """Of all known and exact steps, and of the drawn ones if there are probes enough."""
-        sure, steps, committed = (
-            self.known[1] + self.exact[2],
-            self.known[0] + self.exact[0],
-            self.known[1] + self.exact[1],
-        )
-        probed = bool(self.groups().size)
-        drawn, left_out = self.drawn * probed, np.arange(self.drawn.shape[0])
-        rows = self.drawn.shape[0] - left_out
-        base = float(sure + (drawn * (rows + 1)).sum())
-        middle = base + (float((drawn * self.means()).sum()) if probed else 0.0)
-        half = self._half_width() if probed else 0.0
+        """Of all known and exact steps, and of each kind of the others if there are samples enough."""
+        steps, committed, sure = (self.known[[0, 1, 1]] + self.exact).tolist()
+        left_out = np.arange(self.ended.shape[0])
+        rows = left_out.shape[0] - left_out
+        middle, most, unresolved, variance = 0.0, 0, int(self.ended.sum()), 0.0
+        for kind in (self.sampled, self.greedy):
+            if not kind.groups().size:
+                unresolved += int(kind.steps.sum())
+                continue
+            steps += int(kind.steps.sum())
+            committed += int((kind.steps * rows).sum())
+            sure += int((kind.steps * (rows + 1)).sum())
+            middle += float((kind.steps * kind.means()).sum())
+            most += int((kind.steps * left_out).sum())
+            variance += kind.variance()
+        half = Z_SCORE * math.sqrt(variance)
         return Ceiling(
-            steps=int(steps + drawn.sum()),
-            unresolved=int(self.ended.sum() + self.drawn.sum() - drawn.sum()),
-            committed=int(committed + (drawn * rows).sum()),
-            low=max(base, middle - half),
-            middle=middle,
-            high=min(base + float((drawn * left_out).sum()), middle + half),
+            steps=steps,
+            unresolved=unresolved,
+            committed=committed,
+            low=float(max(sure, sure + middle - half)),
+            middle=float(sure + middle),
+            high=float(min(sure + most, sure + middle + half)),
         )
 
 
@@ -140,6 +171,7 @@ class LiveCeiling:
         self._lock = threading.RLock()  # whoever judges or reads: the server's thread, or one that exports
         self._generation = np.full(slots, -1, np.int64)
         self._by_slot = np.zeros((slots, _COLUMNS + gamma), np.int64)
+        self._greedy = np.zeros(slots, bool)  # of the requests in ``_by_slot``
         self._due: list[Due] = []
         self._sums = _Sums(gamma)
 
@@ -180,6 +212,7 @@ class LiveCeiling:
         if new.any():
             np.maximum.at(self._generation, judged.slots[new], judged.generations[new])
             self._by_slot[judged.slots[new]] = 0
+            self._greedy[judged.slots[new]] = judged.greedy[new]
         own = judged.generations == self._generation[judged.slots]
         slots = judged.slots[own]  # in order: one run per slot
         if slots.size:
@@ -198,10 +231,11 @@ class LiveCeiling:
         with self._lock:
             if self._new.end():
                 self._fold()
-            generation, sums = judge_request([*self._steps, *self._new.steps], slot, self._gamma)
+            generation, greedy, sums = judge_request([*self._steps, *self._new.steps], slot, self._gamma)
             if generation in (-1, self._generation[slot]):
+                greedy = bool(self._greedy[slot])
                 sums = [new + old for new, old in zip(sums, self._by_slot[slot].tolist(), strict=True)]
-            means = self._sums.means().tolist()
+            means = self._sums.of(greedy).means().tolist()
         solved, tokens, hidden, *others = sums
         unsolved = sum(others)
         # A mean that is not known matters only where there are such steps.
@@ -241,12 +275,15 @@ class LiveCeiling:
                 **vars(sums.estimate()),
                 "known": {"request_steps": known[0], "tokens": known[1]},
                 "solved": {"request_steps": exact[0], "committed": exact[1], "tokens": exact[2]},
-                "sampled": sums.drawn.tolist(),
+                "sampled": sums.sampled.steps.tolist(),
+                "short_greedy": sums.greedy.steps.tolist(),
                 "ended": sums.ended.tolist(),
-                "probes": sums.probes[0].astype(int).tolist(),
+                "probes": sums.sampled.samples[0].astype(int).tolist(),
                 # What the drafts that a probe left out would have added, times the requests that it stands for.
-                "probed_requests": sums.probes[1].astype(int).tolist(),
-                "probed_tokens": sums.probes[3].tolist(),
+                "probed_requests": sums.sampled.samples[1].astype(int).tolist(),
+                "probed_tokens": sums.sampled.samples[3].tolist(),
+                "told": sums.greedy.samples[0].astype(int).tolist(),
+                "told_tokens": sums.greedy.samples[3].astype(int).tolist(),
                 "pending": sum(step.slots.shape[0] for step in pending if step.drafted),
             }
 

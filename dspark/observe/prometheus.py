@@ -142,7 +142,7 @@ def distributions(counters: Mapping[str, Any]) -> Iterator[Distribution]:
 def ceiling_samples(found: Mapping[str, Any]) -> Iterator[Sample]:
     """Samples of ``LiveCeiling.statistics``."""
     steps = {name: found[name]["request_steps"] for name in ("known", "solved")}
-    steps |= {name: sum(found[name]) for name in ("sampled", "ended")}
+    steps |= {name: sum(found[name]) for name in ("sampled", "short_greedy", "ended")}
     yield from (("ceiling_found_request_steps", name, count) for name, count in steps.items())
     yield from (("ceiling_found_tokens", name, found[name]["tokens"]) for name in ("known", "solved"))
     yield "ceiling_probes", None, sum(found["probes"])

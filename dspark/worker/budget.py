@@ -71,6 +71,7 @@ class BudgetScheduler:
         self._context_tokens = 0.0
         self.same_batch = False  # whether the step decided last has the requests of the one before it
         self._pin: float | None = None
+        self._pinned_depth: int | None = None
         self._step = 0
         self._requests: tuple[np.ndarray, np.ndarray] = (np.empty(0, np.int64), np.empty(0, np.int64))
         self._budget_of_step = StepBudget(True, 0, 0, packed=False)
@@ -87,15 +88,21 @@ class BudgetScheduler:
         """Where the step times come from; None if nothing is scheduled."""
         return self._learner.costs.cost.source if self._learner is not None else None
 
-    def pin(self, fraction: float | None) -> None:
+    def pin(self, fraction: float | None, depth: int | None = None) -> None:
         """Verify exactly floor(``fraction`` * R * gamma) drafts from the next step on, in every mode; None ends it.
 
         0 leaves the draft out, while a fraction that comes to no draft makes the drafts and verifies none of them.
 
         A pinned step verifies R + K rows, in cap-accept and static too: whoever pins wants to time that work. Captured
-        steps run them in the smallest tier that holds them.
+        steps run them in the smallest tier that holds them. Their blocks are whole unless a ``depth`` is given and
+        holds the drafts.
         """
-        self._pin = fraction
+        self._pin, self._pinned_depth = fraction, depth
+
+    @property
+    def depths(self) -> tuple[int, ...]:
+        """Those that may be pinned."""
+        return () if self._depths is None else self._depths.depths
 
     def decide(self, slots: np.ndarray, generations: np.ndarray, context_tokens: float) -> StepBudget:
         """The budget of the next step.
@@ -164,9 +171,18 @@ class BudgetScheduler:
         learns = (known.informed or self.plan.reason is Reason.PROBE) and self._pin is None
         promised = self.plan.promised if learns else None
         drafted = self.plan.draft if self._pin is None else self._pin > 0
-        self._trust.remember(slots, generations, context_tokens, promised, drafted)
+        short = None if self._depth is None else self._trust.depth.factor
+        self._trust.remember(slots, generations, context_tokens, promised, drafted, short)
         if self._pin is not None:
             self.plan = None  # not what runs
+            self._pin_depth(slots.shape[0])
+
+    def _pin_depth(self, requests: int) -> None:
+        """The pinned depth, if it holds the pinned drafts."""
+        depth, saved = self._pinned_depth, None if self._depths is None else self._depths.saved(requests)
+        drafts = forced_budget(self._pin or 0.0, requests, self._gamma)
+        if depth is not None and saved is not None and 0 < drafts <= requests * (depth - 1):
+            self._depth, self._saved_seconds = depth, float(saved[self.depths.index(depth)])
 
     def _set_depth(self, survival: np.ndarray, context_tokens: float) -> None:
         """Where the planned step stops drawing."""
@@ -183,7 +199,8 @@ class BudgetScheduler:
             return
         requests, seconds = survival.shape[0], self.plan.predicted_seconds
         floor = self._learner.costs.floor(requests, context_tokens)
-        found = choose_depth(survival, self.plan.budget, seconds, floor, self._depths)
+        factor = self._trust.depth.factor
+        found = choose_depth(survival, self.plan.budget, seconds, floor, self._depths, factor)
         if found is None:
             return
         self._depth, self._saved_seconds = found.drafts, seconds - found.seconds
@@ -200,7 +217,7 @@ class BudgetScheduler:
             return StepBudget(False, 0, self._padded(requests), packed=True)
         if self._pin is not None:
             drafts = forced_budget(self._pin, requests, self._gamma)
-            return StepBudget(True, drafts, self._padded(requests + drafts), packed=True)
+            return StepBudget(True, drafts, self._padded(requests + drafts), packed=True, depth=self._depth)
         drafts = full if self.plan is None else self.plan.budget
         # A full window needs no packing, unless the host has captured packed rows only.
         packed = self._graph_tiers is not None or (self._mode == "compact" and drafts < full)

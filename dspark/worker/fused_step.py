@@ -37,7 +37,7 @@ class FusedStep(DecodeStep):
         self._buffers = buffers
 
     def draft(self, batch: DecodeBatch, budget: StepBudget) -> Drafted:
-        """A block, or the first ``budget.depth`` drafts of it, left in the buffers; survival comes with the allocation.
+        """A block, of ``budget.depth`` drafts if given, left in the buffers; survival comes with the allocation.
 
         Heads with a state of their own take the torch loop, and draw whole blocks.
         """
@@ -53,13 +53,12 @@ class FusedStep(DecodeStep):
                 trust.copy_(found.confidence)
             kept = self._keep(found.hidden, batch, budget)
             return BlockProposal(tokens, found.probs, None if found.confidence is None else trust, kept), None
-        hidden = self._draft_net.block_hidden(batch)
-        # Contiguous: of a strided slice torch multiplies each request apart, and reads the LM head as often.
-        self._chain(head, self._draft_net.base_logits(hidden[:, : budget.depth].contiguous()), batch)
+        hidden = self._draft_net.block_hidden(batch, budget.depth)
+        self._chain(head, self._draft_net.base_logits(hidden), batch)
         of_head, scale = self._draft_net.confidence_head, self._draft_net.calibration
         if of_head is None:
             if self._replay is not None:
-                self._replay.draft(batch, None)
+                self._replay.draft(batch, None, budget.depth)
             return BlockProposal(tokens, None, None, self._keep(hidden, batch, budget)), None
         weights = ConfidenceWeights(
             of_head.proj.weight[0],
@@ -68,16 +67,17 @@ class FusedStep(DecodeStep):
             None if scale is None else scale.values,
         )
         kept = self._kept(batch, budget)
-        confidence(hidden, batch.anchors, tokens, weights, batch.sampling.calibration, trust, kept)
+        drawn = slice(hidden.shape[1])
+        confidence(hidden, batch.anchors, tokens[:, drawn], weights, batch.sampling.calibration, trust[:, drawn], kept)
         if self._replay is not None:
-            self._replay.draft(batch, trust)
+            self._replay.draft(batch, trust, budget.depth)
         if budget.depth is not None:
             trust[:, budget.depth - 1 :].zero_()  # a window's last row tests the draft behind it
         return BlockProposal(tokens, None, trust, kept), None
 
     def _kept(self, batch: DecodeBatch, budget: StepBudget) -> torch.Tensor | None:
-        """Where the block is held, if it is: the drafts themselves say it all if all were drawn, and greedily."""
-        return None if batch.sampling.all_greedy and budget.depth is None else self._buffers.blocks(batch.size)
+        """Where the block is held, if it is: of greedy blocks the drafts say it all, of short ones there is no more."""
+        return None if batch.sampling.all_greedy or budget.depth is not None else self._buffers.blocks(batch.size)
 
     def _keep(self, hidden: torch.Tensor | None, batch: DecodeBatch, budget: StepBudget) -> torch.Tensor | None:
         """The block in its static buffer, if it is held."""

@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from dspark.cuda_graph.timing import StepTime
+from dspark.scheduler.depth import DepthTrust
 from dspark.scheduler.history import same
 from dspark.scheduler.refine import Refinement, StepSample, floor_of, refine
 from dspark.scheduler.tier_costs import TierCosts
@@ -109,6 +110,7 @@ class _Remembered(NamedTuple):
     context_tokens: float
     promised: Promise | None
     drafted: bool
+    short: float | None = None  # of short blocks: what their promise was multiplied by
 
 
 class TrustLearner:
@@ -122,7 +124,7 @@ class TrustLearner:
         """Args: lag: 2 if the host plans a step while the one before it runs, else 1."""
         self._lag = lag
         self._steps: deque[_Remembered] = deque(maxlen=4)
-        self.trust = Trust()
+        self.trust, self.depth = Trust(), DepthTrust()
         self.clear()
 
     def arrive(self, slots: np.ndarray, generations: np.ndarray, context_tokens: float) -> None:
@@ -143,6 +145,7 @@ class TrustLearner:
                 self.skipped += 1
                 return
             self.trust = observe(self.trust, step.promised, accepted)
+            self.depth = self.depth.seen(step.short is not None, step.promised.expected / (step.short or 1.0), accepted)
             self.steps += 1
             self.sums += (step.promised.drafts, step.promised.expected, accepted)
 
@@ -153,9 +156,14 @@ class TrustLearner:
         context_tokens: float,
         promised: Promise | None,
         drafted: bool,
+        short: float | None = None,
     ) -> None:
-        """Called last when a step was planned; ``promised`` is None if nothing can be learned from it."""
-        self._steps.append(_Remembered(slots, generations, context_tokens, promised, drafted))
+        """Called last when a step was planned.
+
+        ``promised`` is None if nothing can be learned from it; ``short`` is the factor in the promise of short blocks,
+        None for whole ones.
+        """
+        self._steps.append(_Remembered(slots, generations, context_tokens, promised, drafted, short))
 
     def clear(self) -> None:
         """Forget the sums, not what was learned."""
@@ -166,7 +174,8 @@ class TrustLearner:
         """theta, and sums over the steps that were judged."""
         names = ("verified_drafts", "promised_drafts", "accepted_drafts")
         sums = dict(zip(names, self.sums.tolist(), strict=True))
-        return {"theta": self.trust.theta, "steps": self.steps, "skipped_steps": self.skipped} | sums
+        learned = {"theta": self.trust.theta, "short_blocks": self.depth.factor}
+        return learned | {"steps": self.steps, "skipped_steps": self.skipped} | sums
 
 
 def _same(one: _Remembered, other: _Remembered) -> bool:

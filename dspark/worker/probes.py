@@ -21,7 +21,7 @@ from dspark.observe.live_ceiling import Due, LiveCeiling
 from dspark.types import StepOutcome
 from dspark.worker.protocols import DraftNet
 
-CADENCE = 4  # drafted steps per probe
+CADENCE = 4  # drafted steps from one probe to the next; where short blocks are drafted, the next whole ones
 ROUND = 64  # drafted steps per evaluation
 MOST = 16  # probes in one evaluation: what its intermediate values may take, V * 12 bytes per draft
 PLACES = 64  # a probe is due at most two rounds and a few steps after it was taken
@@ -52,6 +52,7 @@ class CeilingProbes:
         self._blocks: torch.Tensor | None = None  # [PLACES, G, H], made when the first block shows its width
         self._noise = np.random.default_rng(0)
         self._steps = self._taken = 0
+        self._next = CADENCE  # drafted step from which on a probe is taken
         self._due: list[Due] = []
         self._asked: _Asked | None = None
         self._stream: torch.cuda.Stream | None = None  # of the steps, whose memory an evaluation reuses
@@ -62,7 +63,7 @@ class CeilingProbes:
         Args:
             temperatures: [R] float64, 0 for greedy requests.
             outcome: of the step.
-            whole: whether all drafts of its blocks were drawn; else greedy requests are candidates as well.
+            whole: whether its blocks are; the rest of short ones was never computed.
 
         Returns:
             The probe that was taken of it, if one was.
@@ -74,11 +75,12 @@ class CeilingProbes:
             self._stream = torch.cuda.current_stream(self._device)
         if self._steps % ROUND == 0:
             self._evaluate()
-        if self._steps % CADENCE or outcome.proposal.hidden is None:
+        if self._steps < self._next or not whole or outcome.proposal.hidden is None:
             return None
-        candidates = np.flatnonzero((temperatures > 0) | (not whole))
+        candidates = np.flatnonzero(temperatures > 0)
         if not candidates.size:
             return None
+        self._next = self._steps + CADENCE
         request, hidden = int(self._noise.choice(candidates)), outcome.proposal.hidden
         if self._blocks is None:
             self._blocks = hidden.new_zeros((PLACES, *hidden.shape[1:]))

@@ -17,11 +17,14 @@ class DraftNet(Protocol):
     confidence_head: ConfidenceHead | None
     calibration: ConfidenceScale | None
 
-    def block_hidden(self, batch: DecodeBatch) -> torch.Tensor:
-        """[R, G, H] final-normed hidden states of the block (anchor and masks); writes the block's own KV."""
+    def block_hidden(self, batch: DecodeBatch, depth: int | None = None) -> torch.Tensor:
+        """[R, D, H] final-normed hidden states of the block (anchor and masks); writes the block's own KV.
+
+        D is ``depth``; None: G. All of a block sees all of it: a shorter one is not the beginning of a whole one.
+        """
 
     def base_logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        """[R, G, H] -> [R, G, V] logits of the target's LM head, true vocabulary only."""
+        """[R, D, H] -> [R, D, V] logits of the target's LM head, true vocabulary only."""
 
     def inject(self, features: torch.Tensor, positions: torch.Tensor, slots: torch.Tensor) -> None:
         """Write the context KV of N tokens: features [N, m * H], positions [N] int64, slots [N] int64."""

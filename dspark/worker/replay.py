@@ -6,7 +6,7 @@ allocation, relay and budget see the replayed ones) and the counts of the accept
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -24,11 +24,18 @@ class Replay:
     step remembers its blocks, so its confidences and its counts always belong together.
     """
 
-    def __init__(self, classes: Sequence[BlockClass], seeds: torch.Tensor, initial: int) -> None:
+    def __init__(
+        self,
+        classes: Sequence[BlockClass],
+        seeds: torch.Tensor,
+        initial: int,
+        short_kept: Mapping[int, float] | None = None,
+    ) -> None:
         """Args:
         classes: at least one, of equally long blocks.
         seeds: [N] int64 by request row, on the device of the step; read in every step.
         initial: index of the class of requests that name none.
+        short_kept: by the depth of short blocks, the share of them that accept as many drafts as whole ones would.
         """
         device, counts = seeds.device, [one.accepted.shape[0] for one in classes]
 
@@ -36,7 +43,7 @@ class Replay:
             return torch.from_numpy(values).to(device)
 
         self._classes = list(classes)
-        self._selected = initial
+        self._selected, self._short_kept = initial, short_kept or {}
         self._settled = initial
         self._table = ReplayTable(
             confidence=on_device(np.concatenate([one.confidence for one in classes])),
@@ -73,10 +80,14 @@ class Replay:
         """The classes that requests have named: [R] int64 request rows and classes, -1 for none."""
         self._table.classes[rows] = classes
 
-    def draft(self, batch: DecodeBatch, confidence: torch.Tensor | None) -> None:
-        """Pick this step's blocks, and let their confidences [R, G] take the place of the drafter's."""
+    def draft(self, batch: DecodeBatch, confidence: torch.Tensor | None, depth: int | None = None) -> None:
+        """Pick this step's blocks, and let their confidences [R, G] take the place of the drafter's.
+
+        ``depth`` is that of short blocks.
+        """
         assert batch.rows is not None, "a replay needs to know the requests"
-        replay_draft(self._table, batch.rows, batch.lengths, self._accepted[: batch.size], confidence)
+        kept = 1.0 if depth is None else self._short_kept.get(depth, 1.0)
+        replay_draft(self._table, batch.rows, batch.lengths, self._accepted[: batch.size], confidence, kept)
 
     def accept(
         self,

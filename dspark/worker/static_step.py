@@ -48,7 +48,7 @@ class StaticStep:
         self,
         step: FusedStep,
         buffers: StepBuffers,
-        prepare: Callable[[int], None],
+        prepare: Callable[[int, int | None], None],
         sampling_of: SamplingOf,
         full_windows: bool,
         table: AdjustTable | None = None,
@@ -56,7 +56,8 @@ class StaticStep:
         """Args:
         step: a ``FusedStep`` on these buffers.
         buffers: shared by all graphs.
-        prepare: called first in a step, with its slots: ``StepBuffers.begin`` on the host's slot table.
+        prepare: called first in a step, with its slots and the depth of its blocks: ``StepBuffers.begin`` on the
+            host's slot table.
         sampling_of: parameters of the staged requests.
         full_windows: forward full windows and cut the commit (cap-accept).
         table: adjustments by request row; None: no request has any.
@@ -72,8 +73,8 @@ class StaticStep:
         return min(tier, self.buffers.slots)
 
     def draft(self, slots: int, sampling: Sampling, depth: int | None = None) -> None:
-        """Draft a block for ``slots`` requests; of a ``depth``, only so many of its drafts."""
-        self._prepare(slots)
+        """Draft a block for ``slots`` requests, of ``depth`` drafts; None: a whole one."""
+        self._prepare(slots, depth)
         proposal, _ = self._step.draft(self._batch(slots, sampling), StepBudget(True, 0, 0, packed=True, depth=depth))
         assert proposal is not None
         self.buffers.as_logits = proposal.probs is None  # a property of the drafter, the same in every capture
@@ -88,7 +89,7 @@ class StaticStep:
 
     def plain(self, slots: int, sampling: Sampling) -> torch.Tensor:
         """Commit one token per request without a draft; see :meth:`flat`."""
-        self._prepare(slots)
+        self._prepare(slots, None)
         budget = StepBudget(False, 0, slots, packed=True)
         return self.flat(self._step.run(self._batch(slots, sampling), budget, _nobody))
 
@@ -96,7 +97,7 @@ class StaticStep:
         """Plan and target of a step of the general kind; leaves adjusted logits, features and the plan behind."""
         draft, size = split
         if not draft:
-            self._prepare(size)
+            self._prepare(size, None)
         batch = self._batch(self.slots_of(size), "general")
         proposal, budget = self._drafted(batch, split)
         plan = self._step.plan(batch, budget, proposal, None)

@@ -73,10 +73,13 @@ class DecodeStep:
         return StepOutcome(proposal, survival, plan, accept, lengths, ceiling)
 
     def draft(self, batch: DecodeBatch, budget: StepBudget) -> Drafted:
-        """Parallel backbone, then the sequential stage (paper section 3.1); the block and its survival [R, G]."""
+        """Parallel backbone, then the sequential stage (paper section 3.1); the block and its survival [R, G].
+
+        Drafts behind ``budget.depth`` are zeros that no window reaches.
+        """
         if not budget.draft:
             return None, None
-        hidden = self._draft_net.block_hidden(batch)
+        hidden = self._draft_net.block_hidden(batch, budget.depth)
         proposal = propose_block(
             self._draft_net.markov_head,
             self._draft_net.confidence_head,
@@ -87,9 +90,9 @@ class DecodeStep:
             batch.sampling,
             self._draft_net.calibration,
         )
+        proposal = replace(proposal, hidden=hidden) if budget.depth is None else _filled(proposal, batch)
         if self._replay is not None:
-            self._replay.draft(batch, proposal.confidence)
-        proposal = replace(proposal, hidden=hidden)
+            self._replay.draft(batch, proposal.confidence, budget.depth)
         if proposal.confidence is None:
             return proposal, None
         if budget.depth is not None:
@@ -230,6 +233,17 @@ def first_tokens(
     tokens, _ = drawn_tokens(logits, sampling, positions)
     count_tokens(tokens[:, None], one, adjust)
     return tokens
+
+
+def _filled(short: BlockProposal, batch: DecodeBatch) -> BlockProposal:
+    """A short block with zeros where the rest of a whole one would be."""
+    missing = batch.positions.shape[1] - 1 - short.tokens.shape[1]
+    pad = torch.nn.functional.pad
+    return BlockProposal(
+        tokens=pad(short.tokens, (0, missing)),
+        probs=None if short.probs is None else pad(short.probs, (0, 0, 0, missing)),
+        confidence=None if short.confidence is None else pad(short.confidence, (0, missing)),
+    )
 
 
 def drawn_tokens(

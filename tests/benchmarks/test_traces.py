@@ -89,5 +89,5 @@ def test_dummy_shapes(tmp_path: Any) -> None:
 
 
 def test_rows_argument() -> None:
-    assert step.rows_argument("1:1,2;128:256") == {1: [1, 2], 128: [256]}
+    assert step.rows_argument("1:1,2;128:256x2") == {1: [(1, -1), (2, -1)], 128: [(256, 2)]}
     assert step.rows_argument("") == {}

@@ -43,6 +43,7 @@ def test_rope(rows: int, shape: tuple[int, ...]) -> None:
 def test_confidence(requests: int, width: int) -> None:
     for dtype in (torch.float32, BF16):
         check_confidence(requests, 7, width, 256, vocab=151_936, classes=2, dtype=dtype)
+        check_confidence(requests, 3, width, 256, vocab=151_936, classes=2, dtype=dtype, most=7)
 
 
 def test_nearly_all_roundings_are_those_of_the_hosts_layers() -> None:

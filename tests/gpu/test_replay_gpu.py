@@ -16,6 +16,7 @@ pytestmark = pytest.mark.gpu
 @pytest.mark.parametrize(("requests", "gamma"), [(1, 7), (64, 7), (256, 7), (1000, 5), (1024, 16)])
 def test_against_the_references(requests: int, gamma: int) -> None:
     replayed = check_replay_draft(requests, gamma).tolist()
+    check_replay_draft(requests, gamma, kept=0.9)
     lens = torch.randint(gamma + 2, (requests,), generator=torch.Generator().manual_seed(1)).tolist()
     for flat in (False, True):
         for ceiling in (False, True):

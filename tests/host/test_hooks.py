@@ -83,17 +83,27 @@ def test_a_bias_that_is_no_number_is_refused(value: object) -> None:
         ({"dspark_force_draft_off": 1, "dspark_force_budget_frac": 0.5}, False, []),
         ({"dspark_force_budget_frac": 0}, False, []),
         ({"dspark_force_budget_frac": 0.5}, True, []),  # by the host
+        ({"dspark_force_budget_frac": 0.5, "dspark_force_depth": 3}, True, [(0.5, 3)]),  # by the host, and again
+        ({"dspark_force_budget_frac": 0.5, "dspark_force_depth": -1}, True, []),
+        ({"dspark_force_budget_frac": 0.5, "dspark_force_depth": 4}, False, []),
+        ({"dspark_force_budget_frac": -1, "dspark_force_depth": 3}, False, []),
+        ({"dspark_force_depth": 3}, False, []),
     ],
 )
 def test_the_draft_is_left_out_by_a_key_that_the_host_does_not_know(
-    state: dict[str, Any], updated: bool, pins: list[float | None]
+    state: dict[str, Any], updated: bool, pins: list[Any]
 ) -> None:
-    pinned: list[float | None] = []
-    worker = SimpleNamespace(simulated=None, set_dspark_forced_budget_frac=pinned.append)
+    pinned: list[Any] = []
+
+    def pin(*given: Any) -> None:
+        pinned.append(given if given[1:] else given[0])
+
+    worker = SimpleNamespace(simulated=None, set_dspark_forced_budget_frac=pin, depths=(2, 3))
     scheduler = SimpleNamespace(spec_algorithm=SimpleNamespace(is_dspark=lambda: True), draft_worker=worker)
 
     def original(scheduler: Any, request: Any) -> Any:
         assert "dspark_force_draft_off" not in request.server_args
+        assert "dspark_force_depth" not in request.server_args
         return SimpleNamespace(updated=True)
 
     assert hooks._set_state(original, scheduler, SimpleNamespace(server_args=state)).updated is updated

@@ -109,7 +109,7 @@ def set_state(replay: Any, **state: Any) -> tuple[bool, dict[str, Any]]:
         shown.update(recv_req.server_args)
         return SimpleNamespace(updated=True)
 
-    worker = SimpleNamespace(simulated=replay)
+    worker = SimpleNamespace(simulated=replay, depths=())
     scheduler = SimpleNamespace(spec_algorithm=SimpleNamespace(is_dspark=lambda: True), draft_worker=worker)
     return hooks._set_state(original, scheduler, SimpleNamespace(server_args=state)).updated, shown
 

@@ -126,10 +126,14 @@ def check_confidence(
     bias: bool = False,
     dtype: torch.dtype = torch.float32,
     by_class: bool = True,
+    most: int = 0,
 ) -> None:
-    """Kernel against reference, into columns of a wider buffer, drafts behind hostile strides."""
+    """Kernel against reference, into columns of a wider buffer, drafts behind hostile strides.
+
+    ``most``: drafts of a whole block, if these are short ones.
+    """
     generator = torch.Generator().manual_seed(requests + 10 * gamma + width + rank)
-    weights = confidence_weights(width, rank, vocab, classes, gamma, bias, dtype, generator)
+    weights = confidence_weights(width, rank, vocab, classes, most or gamma, bias, dtype, generator)
     hidden = spread_rows(draw(generator, requests, gamma, width, dtype=dtype).view(-1, width))
     hidden = hidden.unflatten(0, (requests, gamma))
     anchors, drafts = (torch.randint(vocab, shape, generator=generator) for shape in ((requests,), (requests, gamma)))
@@ -151,8 +155,8 @@ def check_confidence(
     assert_close(results[1], results[0], PRODUCT, "confidence")
 
 
-def check_begin(requests: int, window: int, pages: int) -> None:
-    """Kernel against reference, to the bit; ``pages`` 0: none are wanted."""
+def check_begin(requests: int, window: int, pages: int, depth: int | None = None) -> None:
+    """Kernel against reference, to the bit; ``pages`` 0: none are wanted; ``depth``: of short blocks."""
     generator = torch.Generator().manual_seed(requests + window)
     width = 200
     table = torch.randint(2**31 - 1, (requests + 4, width), generator=generator).to(torch.int32).to(DEVICE)
@@ -167,6 +171,7 @@ def check_begin(requests: int, window: int, pages: int) -> None:
         block = triton_begin.BlockInputs.empty(requests + 2, window - 1, DEVICE)
         for buffer in (block.ids, block.positions, block.slots, block.keys, block.key_offsets):
             buffer.fill_(POISON)
+        block = block if depth is None else block.cut(depth)
         table_rows = poisoned(requests, pages + 2, dtype=torch.int32)[:, :pages] if pages else None
         windows = triton_begin.Windows(tokens[:, :window], *vectors)
         launch(rows, anchors, lengths.to(DEVICE), table, 5, windows, block.of(requests), table_rows)

@@ -33,7 +33,7 @@ def table_of(gamma: int, rows: int, selected: int = 2) -> replay.ReplayTable:
     return replay.ReplayTable(*(part.to(DEVICE) for part in parts))
 
 
-def check_replay_draft(requests: int, gamma: int) -> torch.Tensor:
+def check_replay_draft(requests: int, gamma: int, kept: float = 1.0) -> torch.Tensor:
     """Kernel against reference, to the bit; returns what was accepted."""
     rows = requests + 4
     table = table_of(gamma, rows)
@@ -44,8 +44,8 @@ def check_replay_draft(requests: int, gamma: int) -> torch.Tensor:
     for launch in (replay.replay_draft_triton, replay.replay_draft_reference):
         wide = poisoned(requests, gamma + 3, dtype=torch.float32)
         accepted, alone = (poisoned(requests, dtype=torch.int32) for _ in range(2))
-        launch(table, chosen, positions, accepted, wide[:, 1 : gamma + 1])
-        launch(table, chosen, positions, alone, None)
+        launch(table, chosen, positions, accepted, wide[:, 1 : gamma + 1], kept)
+        launch(table, chosen, positions, alone, None, kept)
         assert_equal(alone, accepted, "accepted without confidences")
         results.append((accepted, wide))
     for name, found, required in zip(("accepted", "confidence and its neighbours"), *results, strict=True):

@@ -26,6 +26,7 @@ def test_variants() -> None:
     check_confidence(3, 4, 20, 8, bias=True, dtype=torch.bfloat16)
     check_confidence(3, 4, 20, 8, classes=2, by_class=False)
     check_confidence(1, 7, 64, 16, vocab=151_936, classes=1)
+    check_confidence(5, 2, 20, 8, classes=3, most=7)  # short blocks, scaled as the first drafts of whole ones
 
 
 @pytest.mark.parametrize("with_markov", [False, True])

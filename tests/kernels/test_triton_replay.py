@@ -22,6 +22,7 @@ WINDOWS = st.integers(1, 16).flatmap(
 @pytest.mark.parametrize(("requests", "gamma"), [(0, 3), (1, 1), (1, 7), (5, 16), (33, 7), (70, 5)])
 def test_blocks_are_those_of_the_reference(requests: int, gamma: int) -> None:
     check_replay_draft(requests, gamma)
+    check_replay_draft(requests, gamma, kept=0.6)
 
 
 @pytest.mark.parametrize("flat", [False, True])
@@ -52,6 +53,20 @@ def test_trimmed_rows_are_never_accepted(case: tuple[int, list[tuple[int, int]]]
         wanted = [*drafts[r, :block].tolist(), rejected - 1 if rejected else 1][:committed]
         assert out.tokens[r, :committed].tolist() == wanted
         assert int(out.next_anchor[r]) == (wanted[-1] if rows else 0)
+
+
+def test_short_blocks_keep_their_share() -> None:
+    table = table_of(7, 4000)
+    rows, positions = torch.arange(4000, device=DEVICE), torch.arange(4000, device=DEVICE)
+    found = []
+    for kept in (1.0, 0.75, 0.0):
+        out = torch.empty(4000, dtype=torch.int32, device=DEVICE)
+        replay.replay_draft(table, rows, positions, out, None, kept)
+        found.append(out)
+    some = found[0] > 0
+    assert torch.equal(found[1][found[1] > 0], found[0][found[1] > 0]), "as many as the block says, or none"
+    assert float((found[1][some] > 0).float().mean()) == pytest.approx(0.75, abs=0.03)
+    assert not found[2].any()
 
 
 def test_a_block_depends_on_seed_and_position_only() -> None:

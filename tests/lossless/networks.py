@@ -86,13 +86,14 @@ class ToyDraft:
             False
         )
         self.confidence_head.proj.weight.copy_(torch.cat([torch.tensor([0.0, 1.0, 0.0]), toy.distortion[0]]))
+        self.short_beats = 1  # by which a short block is off
         # Temperatures of two classes and all positions, and offsets.
         ends = torch.tensor([-1.0, 1.0])
         knots = torch.linspace(0.7, 1.5, 2 * toy.gamma).view(2, -1, 1) * ends
         values = torch.linspace(0.5, -0.5, 2 * toy.gamma).view(2, -1, 1) + ends
         self.calibration: ConfidenceScale | None = ConfidenceScale(torch.stack([knots, values]))
 
-    def block_hidden(self, batch: DecodeBatch) -> torch.Tensor:
+    def block_hidden(self, batch: DecodeBatch, depth: int | None = None) -> torch.Tensor:
         live = torch.ones_like(batch.anchors, dtype=torch.bool) if batch.live is None else batch.live
         slots = batch.slots[:, 0] - 1
         at = self.positions[slots][live]
@@ -101,7 +102,9 @@ class ToyDraft:
         assert not older.isnan().any(), "the block attends to a context feature that nobody injected"
         code = older.to(torch.int64) * self.vocab + batch.anchors
         beat = (batch.slots + batch.positions)[:, :-1]
-        return torch.stack([code[:, None].expand_as(beat), self.quality[code], beat], dim=-1)
+        if depth is not None:  # a short block is not the beginning of a whole one
+            beat = beat[:, :depth] + self.short_beats
+        return torch.stack([code[:, None].expand_as(beat), self.quality[code][:, : beat.shape[1]], beat], dim=-1)
 
     def base_logits(self, hidden: torch.Tensor) -> torch.Tensor:
         code, beat = hidden[:, 0, 0].to(torch.int64), hidden[..., 2].to(torch.int64)

@@ -94,16 +94,16 @@ class CapturedStep(PaddedStep):
         self, batch: DecodeBatch, budget: StepBudget, publish: Publish, drafted: Drafted | None = None
     ) -> StepOutcome:
         full, count, window = padded(batch), batch.size, GAMMA + 1
-        buffers = StepBuffers(full.size, window, "cpu")
+        buffers = StepBuffers(full.size, window, "cpu", range(1, GAMMA))
         buffers.hold_distributions(self._draft_net.base.shape[-1])
         buffers.hold_blocks(3, torch.float32)
         buffers.stage(torch.arange(count) + 1, batch.anchors, batch.lengths, budget.drafts)
 
-        def prepare(slots: int) -> None:
+        def prepare(slots: int, depth: int | None) -> None:
             """From a slot table of the host's form."""
             table = torch.zeros(count + 1, int(full.positions.max()) + 1, dtype=torch.int32)
             table[buffers.rows[:, None], full.positions] = full.slots.to(torch.int32)
-            buffers.begin(slots, table, 0, None)
+            buffers.begin(slots, table, 0, None, depth)
 
         step = FusedStep(self._draft_net, self._target_net, buffers, self._replay)
 
@@ -126,7 +126,7 @@ class CapturedStep(PaddedStep):
             slots = min(slots, budget.tier)
             flat = self.split(static_step, (False, slots)) if general else static_step.plain(slots, kind)
         out = FlatResult.of(flat, slots, window)
-        hidden = None if kind == "greedy" else buffers.blocks(count)
+        hidden = None if kind == "greedy" or budget.depth is not None else buffers.blocks(count)
         columns = (out.accepted, out.committed, out.next_anchor, out.lengths, out.verify_lens, out.ceiling)
         accepted, committed, anchor, lengths, lens, ceiling = (column[:count].to(torch.int32) for column in columns)
         publish(lengths.to(torch.int64))

@@ -57,8 +57,8 @@ class Requests:
         passed = np.where(random.random(count) < 0.6, GAMMA, random.integers(0, GAMMA, count))
         accepted = np.minimum(passed, np.minimum(rows, GAMMA)) * drafted
         greedy = np.array([self.running[slot] for slot in slots.tolist()])
-        sampled, probe = np.flatnonzero(~greedy | (not whole)), None
-        if drafted and sampled.size and random.random() < 0.5:
+        sampled, probe = np.flatnonzero(~greedy), None
+        if drafted and whole and sampled.size and random.random() < 0.5:
             probe = Probe(self.probes, int(random.choice(sampled)), sampled.size, 1.0)
             self.probes += 1
         facts = StepFacts(iteration, slots, generations, drafted, 0, count, "plan", None, None)
@@ -86,8 +86,11 @@ def answer(live: LiveCeiling) -> None:
         live.answer(due, np.log(np.random.default_rng(due[0].probe.number).random(GAMMA)))
 
 
-def ceiling_by_arrays(live: LiveCeiling, slot: int) -> dict[str, Any]:
-    """Of the request's own steps alone, judged like all steps of a server; changes nothing."""
+def ceiling_by_arrays(live: LiveCeiling, slot: int, asked: LiveCeiling) -> dict[str, Any]:
+    """Of the request's own steps alone, judged like all steps of a server; changes nothing.
+
+    What stands for its unsolved steps is what the one that is ``asked`` had judged by then.
+    """
     own = [
         replace(
             step, chances=None, probe=None, **{name: getattr(step, name)[step.slots == slot] for name in _BY_REQUEST}
@@ -105,7 +108,7 @@ def ceiling_by_arrays(live: LiveCeiling, slot: int) -> dict[str, Any]:
         sums = sums + np.concatenate([columns, np.bincount(judged.left_out[open_], minlength=GAMMA)])
     left_out = np.flatnonzero(sums[3:])
     count = sums[3:][left_out]
-    server = copy(live._sums)
+    server = copy(asked._sums.of(bool(own[-1].greedy[0]) if own else bool(live._greedy[slot])))
     server._means = None
     beyond = float(count @ server.means()[left_out])
     return {
@@ -169,7 +172,7 @@ def test_what_a_request_reads_is_what_arrays_over_its_steps_say(seed: int) -> No
         together.add(len(ended))
         for slot in ended:
             own = ceilings[0].request(slot)
-            assert own == ceiling_by_arrays(ceilings[1], slot)
+            assert own == ceiling_by_arrays(ceilings[1], slot, ceilings[0])
             assert counters[0].request(slot) == sums_by_arrays(counters[1], slot)
             middles += own["middle"] is not None and own["unresolved"] > 0
             unresolved += own["unresolved"]
@@ -185,7 +188,7 @@ def test_a_request_may_be_asked_before_it_ends() -> None:
     for requests, ended, counters, ceilings in served(99, 400):
         slots = [*requests.running, *ended]  # of the step
         for slot in random.permutation(slots)[: random.integers(0, len(slots) + 1)].tolist():
-            assert ceilings[0].request(slot) == ceiling_by_arrays(ceilings[1], slot)
+            assert ceilings[0].request(slot) == ceiling_by_arrays(ceilings[1], slot, ceilings[0])
             assert counters[0].request(slot) == sums_by_arrays(counters[1], slot)
             running += slot in requests.running
     assert running > 200

@@ -200,6 +200,14 @@ def test_a_trimmed_step_draws_only_what_it_may_verify() -> None:
     assert budgets.statistics()["drawn"] == {"3": drawn.count(3), "5": drawn.count(None)}
     budgets.pin(0.2)
     assert budgets.decide(slots, born, 0.0).depth is None
+    for pinned, depth in ((0.4, 3), (0.5, None), (1.0, None)):  # 20 of 50 drafts are two of each block
+        budgets.pin(pinned, 3)
+        budget = budgets.decide(slots, born, 0.0)
+        assert budget.depth == depth
+        note, whole = budgets.note(), budgets._learner.note(True, 10, budget.tier, 0.0)
+        assert note is not None
+        assert whole.predicted_seconds - note.predicted_seconds == pytest.approx(0.002 if depth else 0.0)
+    budgets.pin(None)
     assert {budget.depth for budget in run_ten(shallow_scheduler(0.0), survival)} == {None}, "nothing to save"
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -60,28 +61,36 @@ def test_the_drafter_repeats_what_it_drew_from() -> None:
 def estimated(kind: str, seed: int, whole: bool = True) -> tuple[dict[str, Any], int]:
     """What is estimated of steps, some of them without a draft, and what full windows would have committed."""
     world, random = world_of(kind, STEPS), np.random.default_rng(seed)
+    world.draft.short_beats = 0  # what full windows of whole blocks would do is asked of short ones here
     live = LiveCeiling(GAMMA, REQUESTS)
     probes, truth, taken = CeilingProbes(world.draft, live, GAMMA, "cpu"), [], 0
-    for _ in range(STEPS):
+    for number in range(STEPS):
+        cut = not whole and number % 3 > 0
         if random.random() < 0.1:
             outcome, full = world.run(draft_off(world)), 0
         else:
             fork = world.fork()
             full = int(fork.run(static(fork)).accept.committed.sum())
-            outcome = world.run(compact(world, int(random.integers(0, 10))))
-        step = seen(outcome, world, probes, whole)
+            drafts = int(random.integers(0, 7 if cut or not whole else 10))
+            budget = replace(compact(world, drafts), depth=GAMMA - 1 if cut else None)
+            outcome = world.run(budget)
+        step = seen(outcome, world, probes, not cut)
         taken += step.probe is not None
         live.add(step)
         truth.append(full)
     found = live.statistics()
-    assert MIN_PROBES <= sum(found["probes"]) < taken, "a probe of a step that hides nothing is none"
+    if kind == "greedy":
+        assert sum(found["told"]) >= MIN_PROBES > sum(found["probes"]) == taken == 0
+    else:
+        assert MIN_PROBES <= sum(found["probes"]) < taken, "a probe of a step that hides nothing is none"
+    assert (sum(found["short_greedy"]) > 0) == (kind != "sampled" and not whole)
     assert found["unresolved"] == 0
     return found, sum(truth[: STEPS - (GAMMA - 1)])
 
 
 @pytest.mark.parametrize(("kind", "whole"), [("sampled", True), ("mixed", True), ("mixed", False), ("greedy", False)])
 def test_estimates_agree_with_full_windows(kind: str, whole: bool) -> None:
-    """Filters and temperatures differ from request to request; greedy ones need probes where blocks are not whole."""
+    """Filters and temperatures differ from request to request; whole blocks stand for short ones."""
     runs = [estimated(kind, seed, whole) for seed in range(5)]
     errors = [found["middle"] / truth - 1 for found, truth in runs]
     print(kind, errors, [found["probes"] for found, _ in runs])

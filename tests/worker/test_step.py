@@ -67,9 +67,9 @@ class ToyDraft:
         self.confidence_head.proj.weight.copy_(torch.randn(1, HIDDEN + VOCAB, generator=generator))
         self.confidence_head.proj.weight[:, HIDDEN:] *= 3  # of the token
 
-    def block_hidden(self, batch: DecodeBatch) -> torch.Tensor:
+    def block_hidden(self, batch: DecodeBatch, depth: int | None = None) -> torch.Tensor:
         self.target.calls.append("draft")
-        return self.hidden.expand(batch.size, GAMMA, HIDDEN)
+        return self.hidden[:depth].expand(batch.size, depth or GAMMA, HIDDEN)
 
     def base_logits(self, hidden: torch.Tensor) -> torch.Tensor:
         logits = torch.zeros(*hidden.shape[:2], VOCAB)
