@@ -1,0 +1,216 @@
+"""What one GPU can say of whole servers in a quarter of an hour, most important first; every part is written when done.
+
+    python -m benchmarks.half_hour --target TARGET --draft DRAFT --out-dir OUT
+
+1. A large model with dummy weights and replayed acceptance (``--big``): no speculation, the built-in and ours on the
+   GPU together (``benchmarks.serve``), at the levels and batches where ours could lose; then, on our server, step times
+   of short blocks, predicted step times over contexts (``benchmarks.prediction``) and the cost of counting.
+2. The model of ``--target`` with its drafter, real prompts: the cost of counting (``benchmarks.overhead``), then live
+   throughput of the three arms.
+
+A part that fails is named at the end and does not cost the others their time. The last line is JSON.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import sys
+import tempfile
+import time
+import traceback
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+
+from benchmarks import machine, overhead, prediction, serve, serve_arms, serve_cells
+from dspark.demo.server import ServerProcess, default_device, ending_signals_raise
+
+OURS = "dspark-compact"
+ARMS = f"none,builtin-static,dspark-static,{OURS}"
+HEAD_START = 15.0  # seconds of the other servers, so that the GPU is quiet when ours times its graphs
+# Levels and the batches at which they are asked: full sweeps where trimming decides, else where an earlier run lost.
+CELLS = {
+    "middle": (1, 8, 16, 32, 64, 128, 256),
+    "hopeless": (1, 16, 64, 256),
+    "low": (1, 16, 32, 64, 128, 256),
+    "high": (1, 16, 64, 128),
+}
+# Batch -> verified rows and the drafts of each block: what short blocks save.
+PINNED = {32: ((96, 7), (96, 4), (64, 2)), 64: ((192, 7), (192, 4), (128, 2)), 128: ((1024, 7), (256, 7), (256, 2))}
+CONTEXTS = ((1, 1024), (4, 1024), (1, 8192), (4, 8192), (1, 32768))  # batch, prompt tokens
+
+
+class Report:
+    """Output files, times and failures of the parts."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder, self.failures, self._begun = folder, list[str](), time.monotonic()
+        folder.mkdir(parents=True, exist_ok=True)
+
+    @contextmanager
+    def part(self, name: str) -> Iterator[None]:
+        """A part that may fail."""
+        print(f"== {time.monotonic() - self._begun:.0f} s: {name}", flush=True)
+        try:
+            yield
+        except Exception as error:  # whatever it is, the machine is lent for the other parts as well
+            traceback.print_exc()
+            self.failures.append(f"{name}: {type(error).__name__}: {error}")
+
+    def write(self, name: str, args: argparse.Namespace, **found: Any) -> None:
+        """One result file, with the command that made it."""
+        value = {"machine": machine.describe(), "command": args.command, "model": args.model, **found}
+        (self.folder / f"{name}.json").write_text(json.dumps(value, indent=1) + "\n")
+
+
+def serve_arguments(args: argparse.Namespace, model: str, flags: Sequence[str], folder: Path) -> argparse.Namespace:
+    """Arguments of ``benchmarks.serve``."""
+    common = ["--model", model, "--resident", "5", "--arms", ARMS]
+    common += ["--device", args.device, "--out", str(Path(args.out_dir) / f"serve_{model}.json"), *flags]
+    found = serve.parse_arguments(common)
+    found.command = args.command
+    serve_arms.resolve_model(found, folder)
+    return found
+
+
+def start_all(
+    args: argparse.Namespace, engines: Sequence[str], results: serve.Results, stack: ExitStack
+) -> dict[str, serve.Running]:
+    """Servers side by side."""
+
+    def start(engine: str, exits: ExitStack) -> serve.Running:
+        time.sleep(HEAD_START * (engine == OURS))
+        return serve.start(args, engine, results, exits)
+
+    with ThreadPoolExecutor(len(engines)) as pool:
+        futures = {engine: pool.submit(start, engine, stack.enter_context(ExitStack())) for engine in engines}
+        return {engine: future.result() for engine, future in futures.items()}
+
+
+def wanted(cells: Sequence[serve_cells.Cell]) -> list[serve_cells.Cell]:
+    """Those of ``CELLS``, and all that belong to no level."""
+    return [cell for cell in cells if cell.batch in CELLS.get(cell.acceptance, (cell.batch,))]
+
+
+def big_model(args: argparse.Namespace, report: Report, console: Console) -> None:
+    """Part 1."""
+    with tempfile.TemporaryDirectory() as folder, ExitStack() as stack:
+        stack.enter_context(ending_signals_raise())
+        big = serve_arguments(args, args.big, args.big_flags, Path(folder))
+        results = serve.Results(big.out, args.command)
+        running = start_all(big, serve_arms.engines(big), results, stack)
+        for one in running.values():
+            one.cells = wanted(one.cells)
+        with report.part("serve, replayed acceptance"):
+            report.failures += serve.measure_all(big, running, console)
+            serve.finish(results, console)
+        server = running[OURS]._server
+        bench = serve_cells.Bench(big, server)
+        with report.part("short blocks"):
+            rows = short_blocks(big, server, bench)
+            report.write("short_blocks_steps", big, rows=rows)
+        with report.part("prediction"):
+            serve_arms.select_level(server, "middle")
+            big.tokens = 128
+            report.write("prediction", big, **predicted(args.contexts, big, server))
+        with report.part("cost of counting"):
+            big.tokens, big.repeats = 256, 9
+            report.write("overhead_big", big, bar=overhead.BAR, rows=[overhead.compare(big, server, bench, 64)])
+
+
+def short_blocks(args: argparse.Namespace, server: ServerProcess, bench: serve_cells.Bench) -> list[dict[str, Any]]:
+    """Step times of pinned rows, from blocks of several lengths."""
+    serve_arms.select_level(server, "hopeless")  # a round holds the most steps where nothing is accepted
+    rows = []
+    for batch, pins in PINNED.items():
+        for count, depth in pins if batch <= max(args.batches) else ():
+            fraction = min(1.0, (count - batch + 0.5) / (batch * args.gamma))
+            short = -1 if depth == args.gamma else depth
+            server.set_state(dspark_force_budget_frac=fraction, dspark_force_depth=short)
+            bench.run(batch, 4 * args.log_interval)
+            found = bench.run(batch, 2 * args.log_interval * (args.repeats + 1))
+            steps = [one.step_seconds * 1e3 for one in found]
+            rows.append({"batch": batch, "rows": count, "depth": depth, "step_ms": steps})
+            middle = statistics.median(steps) if steps else float("nan")
+            print(f"batch {batch}, {count} rows, blocks of {depth} drafts: step {middle:.2f} ms", flush=True)
+    server.set_state(dspark_force_budget_frac=-1)
+    return rows
+
+
+def predicted(contexts: Sequence[tuple[int, int]], args: argparse.Namespace, server: ServerProcess) -> dict[str, Any]:
+    """One pass over the cells that warms up, then two that count."""
+    rows = []
+    for repeat in range(3):
+        for batch, context in contexts:
+            row = prediction.cell(args, server, batch, context)
+            if row is not None and repeat:
+                rows.append(row | {"repeat": repeat})
+                print("batch {batch}, context {context}: predicted over measured {ratio:.4f}".format(**row), flush=True)
+    errors = [abs(row["ratio"] - 1) for row in rows]
+    return {"bar": prediction.BAR, "mean_error": statistics.fmean(errors), "rows": rows}
+
+
+def small_model(args: argparse.Namespace, report: Report, console: Console) -> None:
+    """Part 2."""
+    with tempfile.TemporaryDirectory() as folder, ExitStack() as stack:
+        stack.enter_context(ending_signals_raise())
+        flags = ["--target", str(args.target), "--draft", str(args.draft), *args.small_flags]
+        small = serve_arguments(args, "smollm2", flags, Path(folder))
+        results = serve.Results(small.out, args.command)
+        running = start_all(small, serve_arms.engines(small), results, stack)
+        server = running[OURS]._server
+        with report.part("cost of counting"):
+            bench = serve_cells.Bench(small, server)
+            tokens, small.tokens, repeats, small.repeats = small.tokens, 2 * small.tokens, small.repeats, 15
+            rows = [overhead.compare(small, server, bench, batch) for batch in (64, 1) if batch <= max(small.batches)]
+            report.write("overhead", small, bar=overhead.BAR, rows=rows)
+            small.tokens, small.repeats = tokens, repeats
+        with report.part("serve, live"):
+            report.failures += serve.measure_all(small, running, console)
+            serve.finish(results, console)
+
+
+def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
+    add = parser.add_argument
+    add("--target", type=Path, required=True)
+    add("--draft", type=Path, required=True)
+    add("--out-dir", type=Path, required=True)
+    add("--device", default=default_device())
+    add("--parts", default="big,small")
+    add("--big", default="qwen3-8b", help="name of shapes with dummy weights")
+    add("--big-flags", type=str.split, help="of benchmarks.serve, one string")
+    add("--small-flags", type=str.split, help="of benchmarks.serve, one string")
+    args = parser.parse_args(argv)
+    args.contexts = CONTEXTS
+    prefill = "--disable-prefill-cuda-graph --max-total-tokens"
+    if args.big_flags is None:
+        args.big_flags = ["--levels", ",".join(CELLS), "--batches", "1,8,16,32,64,128,256", "--tokens", "128"]
+        args.big_flags += ["--input-len", "32", "--log-interval", "4", "--server-args", f"{prefill} 52000"]
+    if args.small_flags is None:
+        args.small_flags = ["--batches", "1,4,16,32,64,128,256", "--log-interval", "16", "--tokens", "256"]
+        args.small_flags += ["--server-args", f"{prefill} 150000 --enable-metrics"]
+    return args
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    args = parse_arguments(argv)
+    args.command = "python -m benchmarks.half_hour --target TARGET --draft examples/smollm2-135m-dspark --out-dir OUT"
+    report, console = Report(args.out_dir), Console(width=180, highlight=False, soft_wrap=True)
+    parts: dict[str, Callable[[argparse.Namespace, Report, Console], None]] = {"big": big_model, "small": small_model}
+    for name in args.parts.split(","):
+        with report.part(name):
+            parts[name](args, report, console)
+    with report.part("done"):
+        print(json.dumps({"failures": report.failures}))
+    return 1 if report.failures else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
