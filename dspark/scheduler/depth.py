@@ -19,6 +19,9 @@ from typing import NamedTuple
 
 import numpy as np
 
+from dspark.scheduler.pool import ranked, tokens_of
+from dspark.scheduler.tier_costs import TierRow
+
 LEAST_DEPTH = 2
 LEAST_REQUESTS = 8  # below, the LM head is read for a few rows and drawing costs next to nothing
 MOST_SAVED = 0.5  # of a step: a table by hand may say less of it than the drafts alone were seen to take
@@ -72,52 +75,65 @@ class DraftDepths:
         return self.saved_seconds[at] if requests >= LEAST_REQUESTS and at < self.slots.size else None
 
 
-class Depth(NamedTuple):
-    """A depth for one step."""
+class ShortBlocks(NamedTuple):
+    """Short blocks that a step may draft."""
 
-    drafts: int  # of each block that are drawn
-    admitted: np.ndarray  # [K] float32, the largest survivals that may be verified, as a short block keeps them
-    seconds: float  # of the step
+    depths: DraftDepths
+    factor: float = 1.0  # of their survival that the drafts of short blocks keep
 
 
-def choose_depth(
-    survival: np.ndarray, drafts: int, seconds: float, floor: float, depths: DraftDepths, factor: float = 1.0
-) -> Depth | None:
-    """The depth at which a step that verifies K drafts commits most tokens per second; None: draw all.
+class Steps(NamedTuple):
+    """The best drafted step of each tier, of whole blocks or of short ones."""
+
+    tokens: np.ndarray  # [L] float64, tau
+    seconds: np.ndarray  # [L] float64
+    depth: np.ndarray  # [L] int64, 0: whole blocks
+    pools: dict[int, np.ndarray]  # depth -> its drafts that may be verified: negated survivals, ascending
+
+    def depth_at(self, at: int) -> int | None:
+        """Of the step in a tier."""
+        return int(self.depth[at]) or None
+
+    def pool_at(self, at: int) -> np.ndarray:
+        """Of the step in a tier."""
+        return self.pools[int(self.depth[at])]
+
+
+def shortened(
+    survival: np.ndarray, row: TierRow, whole: Steps, short: ShortBlocks | None, floor_seconds: float
+) -> Steps:
+    """``whole`` with the tiers exchanged in which short blocks commit clearly more tokens per second.
 
     Args:
         survival: [R, G] float32 two steps old, as the planner believes it; rows non-increasing.
-        drafts: K >= 1.
-        seconds: of the step that draws all.
-        floor: seconds of the host, below which no step gets.
-        depths: what is saved.
-        factor: of their survival that the drafts of short blocks keep.
+        row: tiers of the batch.
+        whole: steps of whole blocks.
+        short: what may be drafted instead; None: nothing.
+        floor_seconds: of the host, below which no step gets.
     """
-    requests, floor = survival.shape[0], max(floor, (1 - MOST_SAVED) * seconds)
-    saved = depths.saved(requests)
-    if saved is None:
-        return None
-    whole = (requests + float(_largest(survival, drafts).sum())) / seconds
-    best, rate = None, (1 + LEAST_GAIN) * whole
-    last = 0.0
-    for depth, less in zip(reversed(depths.depths), saved[::-1], strict=True):
-        if drafts > requests * (depth - 1):
-            break
-        admitted = np.float32(factor) * _largest(survival[:, : depth - 1], drafts)
-        found = Depth(depth, admitted, max(seconds - float(less), floor))
-        shallower = (requests + float(admitted.sum())) / found.seconds
-        if shallower > rate:
-            best, rate = found, shallower
-        elif shallower < last:
-            break
-        last = shallower
-    return best
-
-
-def _largest(survival: np.ndarray, count: int) -> np.ndarray:
-    """[K] of the largest values, in any order."""
-    cut = survival.size - count
-    return np.partition(survival, cut, axis=None)[cut:] if cut else survival.ravel()
+    requests = survival.shape[0]
+    saved = None if short is None else short.depths.saved(requests)
+    if short is None or saved is None or saved.max() < LEAST_GAIN / (1 + LEAST_GAIN) * whole.seconds[0]:
+        return whole
+    tokens, seconds, depths, pools = whole.tokens.copy(), whole.seconds.copy(), whole.depth.copy(), {**whole.pools}
+    needed = (1 + LEAST_GAIN) * tokens / seconds
+    if not row.drafts[0]:
+        needed[0] = np.inf  # without a draft to verify nothing is drafted in vain
+    least = np.minimum(np.maximum((1 - MOST_SAVED) * seconds, floor_seconds), seconds)
+    for depth, less in zip(short.depths.depths, saved.tolist(), strict=True):
+        count = int(row.drafts.searchsorted(requests * (depth - 1), side="right"))
+        if not count or whole.seconds[count - 1] <= (1 + LEAST_GAIN) * floor_seconds:
+            continue
+        pool = ranked(survival[:, : depth - 1])
+        own = tokens_of(pool, row, requests, count, short.factor)
+        taking = np.maximum(whole.seconds[:count] - less, least[:count])
+        rate = own / taking
+        better = (rate > needed[:count]).nonzero()[0]
+        if better.size:
+            tokens[better], seconds[better], depths[better] = own[better], taking[better], depth
+            needed[better] = rate[better]
+            pools[depth] = np.float32(short.factor) * pool
+    return Steps(tokens, seconds, depths, pools)
 
 
 def deepened(survival: np.ndarray, depth: int) -> np.ndarray:

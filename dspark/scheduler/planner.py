@@ -22,6 +22,8 @@ import numpy as np
 
 from dspark.errors import ConfigError
 from dspark.scheduler.cost import pad_to_tier
+from dspark.scheduler.depth import ShortBlocks, Steps, shortened
+from dspark.scheduler.pool import ranked, tokens_of
 from dspark.scheduler.refine import Correction
 from dspark.scheduler.tier_costs import TierCosts, TierRow
 from dspark.scheduler.trust import Promise, promise
@@ -104,6 +106,7 @@ class BudgetPlan:
     reason: Reason
     state: PlanState  # to pass to the next plan
     promised: Promise | None = None  # of the drafts that are verified; None without any
+    depth: int | None = None  # drafts of short blocks; None: blocks are whole
 
 
 class _Choice(NamedTuple):
@@ -125,6 +128,7 @@ def plan(
     context_tokens: float = 0.0,
     informed: bool = True,
     doubt: float = 0.0,
+    short: ShortBlocks | None = None,
 ) -> BudgetPlan:
     """Choose budget and tier of a step from survivals two steps old.
 
@@ -138,51 +142,59 @@ def plan(
         context_tokens: C of this step or of at most two steps ago.
         informed: ``Lookup.informed``; the prior alone switches the draft neither off nor on.
         doubt: how unsure it is how far confidences can be believed (``Trust``); 0: not at all.
+        short: blocks that may be drafted instead of whole ones.
     """
     requests, gamma = survival.shape
     assert gamma == costs.gamma, f"survival of {gamma} drafts, costs of {costs.gamma}"
     if requests == 0:
         return BudgetPlan(False, 0, 0, 0, 0.0, 0.0, 0.0, Reason.IDLE, state)
     row = costs.row(requests)
-    order = _ranked(survival)
-    tokens = _tokens(order, row, requests)
+    order = ranked(survival)
     learned = costs.correction(requests, context_tokens)
-    seconds = _seconds(row, costs, learned, context_tokens)
+    tokens, seconds = tokens_of(order, row, requests), _seconds(row, costs, learned, context_tokens)
     full_rate = float(tokens[-1] / seconds[-1])
     if policy.forced_fraction is not None:
         forced = order[: forced_budget(policy.forced_fraction, requests, gamma)]
         return _forced(forced, requests, full_rate, costs, context_tokens, state)
-    choice, drafted, promised = _drafted(tokens, seconds, costs.relative_error, policy, state), None, None
+    whole = Steps(tokens, seconds, np.zeros(tokens.size, np.int64), {0: order})
+    steps = shortened(survival, row, whole, short, costs.floor(requests, context_tokens))
+    choice, drafted, promised = _drafted(steps, costs.relative_error, policy, state), None, None
     state = _remembered(state, choice.reason is not Reason.FULL)
     plain = _plain_seconds(row, costs, learned, context_tokens)
     if plain is not None:
         off = _Choice(-1, requests / plain / full_rate - 1.0, Reason.DRAFT_OFF, float(requests), plain)
-        probe = _probe(row, tokens, seconds, full_rate, requests)
-        drafted, promised = choice, _promise(order, int(row.drafts[choice.at]), requests)
+        probe = _probe(row, whole, full_rate, requests)
+        drafted, promised = choice, _promise(steps.pool_at(choice.at), int(row.drafts[choice.at]), requests)
         hope = _hope(promised, doubt)
         choice, state = _draft_or_off(choice, off, probe, hope, costs.relative_error, policy, state, informed)
     if learned is not None and informed and choice.reason in (Reason.FULL, Reason.TRIMMED):
-        choice, state = _visit(choice, tokens, seconds, full_rate, learned.evidence, policy, state)
-    drafts = int(row.drafts[choice.at]) if choice.at >= 0 else 0
+        choice, state = _visit(choice, steps, full_rate, learned.evidence, policy, state)
+    if choice.reason is Reason.PROBE:
+        steps = whole  # it asks what whole blocks are worth
+    return _planned(choice, steps, costs, requests, promised if choice is drafted else None, state)
+
+
+def _planned(
+    choice: _Choice, steps: Steps, costs: TierCosts, requests: int, promised: Promise | None, state: PlanState
+) -> BudgetPlan:
+    """The chosen step as a plan; ``promised``: of its drafts, where that is known."""
+    draft, row = choice.at >= 0, costs.row(requests)
+    drafts = int(row.drafts[choice.at]) if draft else 0
+    if promised is None and drafts:
+        promised = _promise(steps.pool_at(choice.at), drafts, requests)
     return BudgetPlan(
-        draft=choice.at >= 0,
+        draft=draft,
         budget=drafts,
         rows=requests + drafts,
-        tier=int(row.tiers[choice.at]) if choice.at >= 0 else pad_to_tier(requests, costs.ladder),
+        tier=int(row.tiers[choice.at]) if draft else pad_to_tier(requests, costs.ladder),
         expected_tokens=choice.tokens,
         predicted_seconds=choice.seconds,
         predicted_gain=choice.gain,
         reason=choice.reason,
         state=state,
-        promised=promised if choice is drafted else _promise(order, drafts, requests),
+        promised=promised,
+        depth=steps.depth_at(choice.at) if draft else None,
     )
-
-
-def _ranked(survival: np.ndarray) -> np.ndarray:
-    """[R * G] float32: the survivals negated: ascending negatives are descending survivals."""
-    order = np.negative(survival, dtype=np.float32).ravel()
-    order.sort()
-    return order
 
 
 def _hope(promised: Promise | None, doubt: float) -> float:
@@ -191,9 +203,9 @@ def _hope(promised: Promise | None, doubt: float) -> float:
     return -doubt * promised.slope if promised is not None else 0.0
 
 
-def _promise(order: np.ndarray, drafts: int, requests: int) -> Promise | None:
-    """Of the ``drafts`` best of the negated survivals ``order``; None of none."""
-    return promise(-order[:drafts], requests) if drafts else None
+def _promise(pool: np.ndarray, drafts: int, requests: int) -> Promise | None:
+    """Of the ``drafts`` best of the negated survivals ``pool``; None of none."""
+    return promise(-pool[:drafts], requests) if drafts else None
 
 
 def _remembered(state: PlanState, trimmed: bool) -> PlanState:
@@ -218,17 +230,21 @@ def _plain_seconds(row: TierRow, costs: TierCosts, learned: Correction | None, c
     return max(seconds * learned.plain_factor, costs.cost.floor_seconds, learned.floor_seconds)
 
 
-def _probe(row: TierRow, tokens: np.ndarray, seconds: np.ndarray, full_rate: float, requests: int) -> _Choice:
+def _probe(row: TierRow, steps: Steps, full_rate: float, requests: int) -> _Choice:
     """The cheapest step that verifies a draft of every fourth request: acceptance tells more than confidence."""
     at = min(int(np.searchsorted(row.drafts, max(1, requests // 4))), row.tiers.size - 1)
-    gain = float(tokens[at] / seconds[at]) / full_rate - 1.0
-    return _Choice(at, gain, Reason.PROBE, float(tokens[at]), float(seconds[at]))
+    return _choice(steps, at, full_rate, Reason.PROBE)
+
+
+def _choice(steps: Steps, at: int, full_rate: float, reason: Reason) -> _Choice:
+    """The step in a tier."""
+    tokens, seconds = float(steps.tokens[at]), float(steps.seconds[at])
+    return _Choice(at, tokens / seconds / full_rate - 1.0, reason, tokens, seconds)
 
 
 def _visit(
     choice: _Choice,
-    tokens: np.ndarray,
-    seconds: np.ndarray,
+    steps: Steps,
     full_rate: float,
     evidence: np.ndarray,
     policy: Policy,
@@ -240,6 +256,7 @@ def _visit(
     Every drafted step sets aside the share of its time that visits may cost; the cheapest visit that is due and paid
     for is made. A visit costs the time that the best step would have needed less for the same tokens.
     """
+    tokens, seconds = steps.tokens, steps.seconds
     credit = min(state.visit_credit_seconds + policy.max_visit_share * choice.seconds, choice.seconds)
     due = evidence < KNOWN
     due[choice.at] = False
@@ -251,23 +268,12 @@ def _visit(
     at = int(price.argmin())
     if price[at] > credit:
         return choice, replace(state, visit_credit_seconds=credit)
-    gain = float(tokens[at] / seconds[at]) / full_rate - 1.0
-    visit = _Choice(at, gain, Reason.VISIT, float(tokens[at]), float(seconds[at]))
-    return visit, replace(state, visit_credit_seconds=credit - float(price[at]))
+    return _choice(steps, at, full_rate, Reason.VISIT), replace(state, visit_credit_seconds=credit - float(price[at]))
 
 
 def forced_budget(fraction: float, requests: int, gamma: int) -> int:
     """K = floor(f * R * gamma): the drafts that a pinned fraction verifies."""
     return math.floor(fraction * requests * gamma)
-
-
-def _tokens(order: np.ndarray, row: TierRow, requests: int) -> np.ndarray:
-    """[L] float64: tau of each tier, from [R * G] float32 negated survivals in ascending order."""
-    tokens = np.empty(row.tiers.size, dtype=np.float64)
-    tokens[0] = requests
-    gained = np.add.reduceat(order, row.starts, dtype=np.float64)
-    np.subtract(requests, np.add.accumulate(gained), out=tokens[tokens.size - gained.size :])
-    return tokens
 
 
 def _forced(
@@ -286,10 +292,9 @@ def _forced(
     return BudgetPlan(True, best.size, rows, tier, tokens, seconds, gain, Reason.FORCED, state)
 
 
-def _drafted(
-    tokens: np.ndarray, seconds: np.ndarray, relative_error: float, policy: Policy, state: PlanState
-) -> _Choice:
+def _drafted(steps: Steps, relative_error: float, policy: Policy, state: PlanState) -> _Choice:
     """The best tier that the guard and the step time limit allow."""
+    tokens, seconds = steps.tokens, steps.seconds
     rates = tokens / seconds
     full = allowed = rates.size - 1
     if policy.slo_step_seconds is not None:

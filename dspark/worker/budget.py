@@ -14,8 +14,9 @@ from dspark.config import VerifyMode
 from dspark.cuda_graph.timing import StepTime
 from dspark.observe.counters import StepFacts
 from dspark.scheduler.cost import pad_to_tier
-from dspark.scheduler.depth import FULL_EVERY, DraftDepths, choose_depth
+from dspark.scheduler.depth import FULL_EVERY, DraftDepths, ShortBlocks
 from dspark.scheduler.planner import BudgetPlan, PlanState, Policy, Reason, forced_budget, plan
+from dspark.scheduler.pool import ranked
 from dspark.scheduler.refine import Refinement
 from dspark.scheduler.tier_costs import TierCosts
 from dspark.scheduler.trust import believed, promise
@@ -164,6 +165,7 @@ class BudgetScheduler:
             context_tokens=context_tokens,
             informed=known.informed,
             doubt=self._trust.trust.doubt,
+            short=None if self._depths is None else ShortBlocks(self._depths, self._trust.depth.factor),
         )
         self._state = self.plan.state
         self._set_depth(usable, context_tokens)
@@ -179,36 +181,32 @@ class BudgetScheduler:
 
     def _pin_depth(self, requests: int) -> None:
         """The pinned depth, if it holds the pinned drafts."""
+        self._depth, self._saved_seconds = None, 0.0
         depth, saved = self._pinned_depth, None if self._depths is None else self._depths.saved(requests)
         drafts = forced_budget(self._pin or 0.0, requests, self._gamma)
         if depth is not None and saved is not None and 0 < drafts <= requests * (depth - 1):
             self._depth, self._saved_seconds = depth, float(saved[self.depths.index(depth)])
 
     def _set_depth(self, survival: np.ndarray, context_tokens: float) -> None:
-        """Where the planned step stops drawing."""
+        """Take the depth of the planned step, or have its blocks whole because it is time for that."""
         assert self._learner is not None
         assert self.plan is not None
-        self._depth, self._saved_seconds = None, 0.0
-        if (
-            self._depths is None
-            or self.plan.reason is not Reason.TRIMMED
-            or not self.plan.budget
-            or self._pin is not None
-            or self._step % FULL_EVERY == 0
-        ):
+        self._depth, self._saved_seconds = self.plan.depth, 0.0
+        if self._depth is None:
             return
-        requests, seconds = survival.shape[0], self.plan.predicted_seconds
-        floor = self._learner.costs.floor(requests, context_tokens)
-        factor = self._trust.depth.factor
-        found = choose_depth(survival, self.plan.budget, seconds, floor, self._depths, factor)
-        if found is None:
+        requests, drafts = survival.shape[0], self.plan.budget
+        whole = self._learner.costs.predicted(True, requests, self.plan.tier, context_tokens)
+        if self._step % FULL_EVERY:
+            self._saved_seconds = max(whole - self.plan.predicted_seconds, 0.0)
             return
-        self._depth, self._saved_seconds = found.drafts, seconds - found.seconds
+        admitted = -ranked(survival)[:drafts]
+        self._depth = None
         self.plan = replace(
             self.plan,
-            expected_tokens=requests + float(found.admitted.sum()),
-            predicted_seconds=found.seconds,
-            promised=promise(found.admitted, requests),
+            depth=None,
+            expected_tokens=requests + float(admitted.sum()),
+            predicted_seconds=whole,
+            promised=promise(admitted, requests),
         )
 
     def _budget(self, requests: int) -> StepBudget:

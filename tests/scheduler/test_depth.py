@@ -7,8 +7,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dspark.scheduler.depth import LEAST_GAIN, DepthTrust, DraftDepths, choose_depth, deepened, depth_ladder
-from dspark.scheduler.planner import allocate
+from dspark.cuda_graph.ladder import tier_ladder
+from dspark.scheduler.cost import CostModel
+from dspark.scheduler.depth import LEAST_GAIN, DepthTrust, DraftDepths, ShortBlocks, deepened, depth_ladder
+from dspark.scheduler.planner import BudgetPlan, PlanState, Policy, allocate, plan
+from dspark.scheduler.tier_costs import TierCosts
 
 GAMMA = 7
 SLOTS = np.array([8, 16, 64])
@@ -38,39 +41,75 @@ def committed(survival: np.ndarray, drafts: int) -> float:
     return survival.shape[0] + float(survival[admitted].sum())
 
 
+def costs_of(per_row: float = 0.02, plain: float | None = None) -> TierCosts:
+    """8 s and so much a row."""
+    rows = np.array([1.0, 1024.0])
+    known = None if plain is None else np.array([plain])
+    cost = CostModel(
+        bias_seconds=8.0, bs_probes=np.ones(1), alpha_seconds=np.zeros(1), m_probes=rows, theta_seconds=per_row * rows,
+        plain_probes=None if known is None else np.ones(1), plain_seconds=known,
+    )  # fmt: skip
+    return TierCosts(cost, tier_ladder(64, GAMMA + 1), GAMMA)
+
+
+def planned(survival: np.ndarray, costs: TierCosts, short: ShortBlocks | None) -> BudgetPlan:
+    return plan(survival, costs, Policy(min_predicted_gain=0.0), PlanState(), short=short)
+
+
 @settings(deadline=None, max_examples=150)
-@given(st.integers(8, 64), st.integers(0, 10**6), st.floats(0.2, 0.95), st.floats(0.05, 1.0), st.floats(5.0, 40.0))
-def test_no_depth_commits_more_per_second(requests: int, seed: int, mean: float, share: float, seconds: float) -> None:
-    survival = survivals(requests, seed, mean)
-    drafts = max(1, int(share * requests * GAMMA))
-    found = choose_depth(survival, drafts, seconds, 0.0, DEPTHS)
-    saved = DEPTHS.saved(requests)
+@given(st.integers(8, 64), st.integers(0, 10**6), st.floats(0.2, 0.95), st.floats(0.0, 0.1), st.floats(0.5, 1.0))
+def test_no_tier_and_no_length_of_blocks_commit_more_per_second(
+    requests: int, seed: int, mean: float, per_row: float, factor: float
+) -> None:
+    survival, costs = survivals(requests, seed, mean), costs_of(per_row)
+    found = planned(survival, costs, ShortBlocks(DEPTHS, factor))
+    row, saved = costs.row(requests), DEPTHS.saved(requests)
     assert saved is not None
-    rates = {GAMMA: committed(survival, drafts) / seconds}
-    for depth, less in zip(DEPTHS.depths, saved, strict=True):
-        if drafts <= requests * (depth - 1):
-            rates[depth] = committed(survival[:, : depth - 1], drafts) / (seconds - less)
-    if found is None:
-        deepest = max((depth for depth in rates if depth < GAMMA), default=GAMMA)
-        assert rates[GAMMA] * (1 + LEAST_GAIN) >= rates[deepest] * (1 - 1e-5)
-        return
-    assert drafts <= requests * (found.drafts - 1), "more drafts to verify than are drawn"
-    assert found.admitted.size == drafts
-    assert rates[found.drafts] >= rates[GAMMA] * (1 + LEAST_GAIN) * (1 - 1e-5)
-    neighbours = [rates[depth] for depth in (found.drafts - 1, found.drafts + 1) if depth in rates]
-    assert rates[found.drafts] >= max(neighbours, default=0.0) * (1 - 1e-5)
+    rates: dict[tuple[int, int], float] = {}
+    for tier, drafts in zip(row.tiers.tolist(), row.drafts.tolist(), strict=True):
+        seconds = costs.predicted(True, requests, tier, 0.0)
+        rates[tier, 0] = committed(survival, drafts) / seconds
+        for depth, less in zip(DEPTHS.depths, saved.tolist(), strict=True):
+            if 0 < drafts <= requests * (depth - 1):
+                kept = factor * (committed(survival[:, : depth - 1], drafts) - requests)
+                rates[tier, depth] = (requests + kept) / max(seconds - less, seconds / 2)
+    best_whole = max(rate for (_, depth), rate in rates.items() if not depth)
+    best_short = max((rate for (_, depth), rate in rates.items() if depth), default=0.0)
+    rate = rates[found.tier, found.depth or 0]
+    assert found.expected_tokens / found.predicted_seconds == pytest.approx(rate, rel=1e-5)
+    assert rate >= max(best_whole, best_short / (1 + LEAST_GAIN)) * (1 - 1e-5)
+    if found.depth is not None:
+        assert found.budget <= requests * (found.depth - 1), "more drafts to verify than are drawn"
+        assert rate >= rates[found.tier, 0] * (1 + LEAST_GAIN) * (1 - 1e-5)
+        assert found.promised is not None
+        assert found.promised.drafts == found.budget
 
 
-def test_the_last_drafts_are_left_out_only_where_that_pays() -> None:
-    survival = survivals(64, 1)
-    found = choose_depth(survival, 192, 11.0, 0.0, DEPTHS)
-    assert found is not None
-    assert found.drafts == 4
-    assert found.seconds == pytest.approx(11.0 - SAVED[2, found.drafts - 3])
-    nothing = DraftDepths(DEPTHS.depths, SLOTS, np.zeros_like(SAVED))
-    assert choose_depth(survival, 300, 11.0, 0.0, nothing) is None, "saves nothing, loses tokens"
-    assert choose_depth(survival, 128, 11.0, 11.0, DEPTHS) is None, "the host is no faster"
-    assert choose_depth(survival, 64 * 5, 11.0, 0.0, DEPTHS) is None, "needs more drafts than a shallow block has"
+def test_short_blocks_are_drafted_only_where_that_pays() -> None:
+    survival, costs = survivals(64, 1), costs_of()
+    found = planned(survival, costs, ShortBlocks(DEPTHS))
+    assert found.depth in DEPTHS.depths
+    whole = planned(survival, costs, None)
+    assert whole.depth is None
+    assert found.expected_tokens / found.predicted_seconds > 1.1 * whole.expected_tokens / whole.predicted_seconds
+    for short in (
+        ShortBlocks(DraftDepths(DEPTHS.depths, SLOTS, np.zeros_like(SAVED))),  # saves nothing, loses tokens
+        ShortBlocks(DraftDepths((3,), SLOTS, np.full((3, 1), 0.01 * whole.predicted_seconds))),  # one per cent
+        ShortBlocks(DEPTHS, factor=0.1),  # drafts much worse
+    ):
+        assert planned(survival, costs, short) == whole
+    assert planned(survivals(65, 1), costs, ShortBlocks(DEPTHS)).depth is None, "a size that is not captured"
+
+
+def test_a_short_block_may_keep_the_draft_on() -> None:
+    """Whole blocks lose to plain decoding here; short ones do not."""
+    survival = survivals(64, 3, mean=0.8)
+    whole = planned(survival, costs_of(0.05), None)
+    plain = 0.97 * 64 * whole.predicted_seconds / whole.expected_tokens
+    assert not planned(survival, costs_of(0.05, plain), None).draft
+    found = planned(survival, costs_of(0.05, plain), ShortBlocks(DEPTHS))
+    assert found.draft
+    assert found.depth is not None
 
 
 def test_what_was_not_drawn_goes_on_as_the_row_began() -> None:
@@ -84,17 +123,6 @@ def test_what_was_not_drawn_goes_on_as_the_row_began() -> None:
     assert (np.diff(filled, axis=1) <= 0).all()
     np.testing.assert_array_equal(cut[:, 4:], 0.0)
     assert not deepened(np.zeros((2, GAMMA), np.float32), 3).any()
-
-
-def test_short_blocks_that_draft_worse_are_left_alone() -> None:
-    survival = survivals(64, 1)
-    found = [choose_depth(survival, 128, 11.0, 0.0, DEPTHS, factor) for factor in (1.0, 0.9, 0.3)]
-    assert found[0] is not None
-    assert found[1] is not None
-    np.testing.assert_allclose(found[1].admitted, 0.9 * found[0].admitted, rtol=1e-6)
-    assert found[2] is None
-    slightly = DraftDepths((3,), SLOTS, np.full((3, 1), 0.01 * 11.0))
-    assert choose_depth(survival, 128, 11.0, 0.0, slightly) is None, "one per cent is not worth it"
 
 
 def test_what_short_blocks_keep_is_learned_against_whole_ones() -> None:
