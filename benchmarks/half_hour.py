@@ -33,6 +33,7 @@ from dspark.demo.server import ServerProcess, default_device, ending_signals_rai
 
 OURS = "dspark-compact"
 ARMS = f"none,builtin-static,dspark-static,{OURS}"
+COMPACT_BATCHES, COMPACT_BUDGETS = (32, 64, 128), "1,2,3,5"  # of the built-in's compact arm, where it comes close
 HEAD_START = 15.0  # seconds of the other servers, so that the GPU is quiet when ours times its graphs
 # Levels and the batches at which they are asked: full sweeps where trimming decides, else where an earlier run lost.
 CELLS = {
@@ -71,7 +72,7 @@ class Report:
 
 def serve_arguments(args: argparse.Namespace, model: str, flags: Sequence[str], folder: Path) -> argparse.Namespace:
     """Arguments of ``benchmarks.serve``."""
-    common = ["--model", model, "--resident", "5", "--arms", ARMS]
+    common = ["--model", model, "--resident", "5", "--arms", args.arms, "--budgets", COMPACT_BUDGETS]
     common += ["--device", args.device, "--out", str(Path(args.out_dir) / f"serve_{model}.json"), *flags]
     found = serve.parse_arguments(common)
     found.command = args.command
@@ -93,9 +94,21 @@ def start_all(
         return {engine: future.result() for engine, future in futures.items()}
 
 
-def wanted(cells: Sequence[serve_cells.Cell]) -> list[serve_cells.Cell]:
-    """Those of ``CELLS``, and all that belong to no level."""
-    return [cell for cell in cells if cell.batch in CELLS.get(cell.acceptance, (cell.batch,))]
+def wanted(cells: Sequence[serve_cells.Cell], asked: dict[str, Sequence[int]]) -> list[serve_cells.Cell]:
+    """Those that are asked for, and all that belong to no level."""
+    compact = {"builtin-compact": COMPACT_BATCHES}
+    return [
+        cell
+        for cell in cells
+        if cell.batch in asked.get(cell.acceptance, (cell.batch,))
+        and cell.batch in compact.get(cell.arm, (cell.batch,))
+    ]
+
+
+def cells_argument(text: str) -> dict[str, Sequence[int]]:
+    """``middle:1,8;low:64`` -> {"middle": [1, 8], "low": [64]}."""
+    pairs = (part.split(":") for part in text.split(";"))
+    return {level: [int(batch) for batch in batches.split(",")] for level, batches in pairs}
 
 
 def big_model(args: argparse.Namespace, report: Report, console: Console) -> None:
@@ -106,12 +119,14 @@ def big_model(args: argparse.Namespace, report: Report, console: Console) -> Non
         results = serve.Results(big.out, args.command)
         running = start_all(big, serve_arms.engines(big), results, stack)
         for one in running.values():
-            one.cells = wanted(one.cells)
+            one.cells = wanted(one.cells, args.cells)
         with report.part("serve, replayed acceptance"):
             report.failures += serve.measure_all(big, running, console)
             serve.finish(results, console)
         server = running[OURS]._server
         bench = serve_cells.Bench(big, server)
+        if args.brief:
+            return
         with report.part("short blocks"):
             rows = short_blocks(big, server, bench)
             report.write("short_blocks_steps", big, rows=rows)
@@ -167,7 +182,7 @@ def small_model(args: argparse.Namespace, report: Report, console: Console) -> N
         server = running[OURS]._server
         with report.part("cost of counting"):
             bench = serve_cells.Bench(small, server)
-            tokens, small.tokens, repeats, small.repeats = small.tokens, 2 * small.tokens, small.repeats, 15
+            tokens, small.tokens, repeats, small.repeats = small.tokens, 2 * small.tokens, small.repeats, 13
             rows = [overhead.compare(small, server, bench, batch) for batch in (64, 1) if batch <= max(small.batches)]
             report.write("overhead", small, bar=overhead.BAR, rows=rows)
             small.tokens, small.repeats = tokens, repeats
@@ -184,6 +199,9 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     add("--out-dir", type=Path, required=True)
     add("--device", default=default_device())
     add("--parts", default="big,small")
+    add("--arms", default=ARMS)
+    add("--cells", type=cells_argument, default=CELLS, metavar="LEVEL:BATCH,...;...", help="of the large model")
+    add("--brief", action="store_true", help="of the large model throughput only")
     add("--big", default="qwen3-8b", help="name of shapes with dummy weights")
     add("--big-flags", type=str.split, help="of benchmarks.serve, one string")
     add("--small-flags", type=str.split, help="of benchmarks.serve, one string")
@@ -191,7 +209,7 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     args.contexts = CONTEXTS
     prefill = "--disable-prefill-cuda-graph --max-total-tokens"
     if args.big_flags is None:
-        args.big_flags = ["--levels", ",".join(CELLS), "--batches", "1,8,16,32,64,128,256", "--tokens", "128"]
+        args.big_flags = ["--levels", ",".join(args.cells), "--batches", "1,8,16,32,64,128,256", "--tokens", "128"]
         args.big_flags += ["--input-len", "32", "--log-interval", "4", "--server-args", f"{prefill} 52000"]
     if args.small_flags is None:
         args.small_flags = ["--batches", "1,4,16,32,64,128,256", "--log-interval", "16", "--tokens", "256"]
