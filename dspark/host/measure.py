@@ -33,7 +33,7 @@ from dspark.scheduler.probe_points import Part, Point, probe_points
 
 logger = logging.getLogger("dspark")
 
-_DEPTH_CONTEXT = 64  # KV slots of a request while drafts of different depth are timed: their backbone is the same
+_DEPTH_CONTEXT = 64  # KV slots of a request while short blocks are timed: attention reads its context once per block
 
 
 def measured_cost(
@@ -149,7 +149,7 @@ def _measure(
 
 
 def measured_depths(graphs: StepGraphs, target: ModelRunner, draft: ModelRunner) -> DraftDepths | None:
-    """What drawing less than whole blocks saves, timed now; None where nothing of it was captured."""
+    """What short blocks save, timed now; None where nothing of it was captured."""
     slots = [slots for slots in graphs.slots if slots >= LEAST_REQUESTS]
     if not graphs.depths or not slots:
         return None
@@ -164,7 +164,7 @@ def measured_depths(graphs: StepGraphs, target: ModelRunner, draft: ModelRunner)
         return None
     saved = np.array(seconds)
     most = ", ".join(f"{depth}: {1e3 * value:.3f}" for depth, value in zip(graphs.depths, saved[-1], strict=True))
-    logger.info("dspark: ms saved by drawing only so many drafts of %d blocks: %s", slots[-1], most)
+    logger.info("dspark: ms saved by %d blocks of so many drafts: %s", slots[-1], most)
     return DraftDepths(tuple(graphs.depths), np.array(slots, dtype=np.int64), saved)
 
 

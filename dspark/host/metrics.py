@@ -64,6 +64,7 @@ class ObservedResult(GenerationBatchResult):
     chances: torch.Tensor | None = None  # [R, W] float32, see ``AcceptResult``; None: all are greedy, or nobody asks
     probe: Probe | None = None
     depth: int | None = None  # drafts of each block that were drawn; None: all
+    stands_in: bool = False  # whole blocks, drafted in the place of short ones
     survival: Transfer | None = None  # [R, G] float32 on its way to the host; None: not drafted, or not scheduled
 
     def copy_to_cpu(self, *args: Any, **kwargs: Any) -> None:
@@ -239,6 +240,7 @@ def _step_tokens(result: ObservedResult, facts: StepFacts, counts: StepCounts, t
         chances=None if result.chances is None else result.chances.numpy().copy(),
         probe=result.probe,
         whole=result.depth is None,
+        short_planned=result.depth is not None or result.stands_in,
     )
 
 

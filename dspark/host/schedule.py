@@ -167,7 +167,7 @@ def build_scheduler(
         slots: request rows of the host's pool, which bounds a batch.
         graph_tiers: rows of the captured verify graphs, if packed rows must be padded to one of them.
         graph_ladder: what they were before some were dropped, by which a table knows its deployment; None: the same.
-        depths: what drawing less than whole blocks saves, if that was measured.
+        depths: what short blocks save, if that was measured.
     """
     mode = settings.resolved_mode(spec.has_confidence)
     captured = None if graph_tiers is None else np.array(graph_tiers, dtype=np.int64)

@@ -125,8 +125,7 @@ class DSparkWorker(BaseSpecWorker):
         seed, vocab = self._target_worker.random_seed, self.spec.vocab_size
         self._requests = RequestTable(rows, self.device, seed, vocab, class_of)
         self.simulated = build_replay(self.settings, self.spec.gamma, self._requests)
-        simulated = self.simulated is not None
-        options = {"estimates": self.mode == "compact" and not simulated, "simulated": simulated}
+        options = {"estimates": self.mode == "compact" and not self.simulated, "simulated": bool(self.simulated)}
         self.observer = StepObserver(self.spec.gamma, rows, self.settings.step_records, **options)
         if self.observer.ceiling is not None and self._ranks.size == 1:  # the LM head of one rank is not all
             self._probes = CeilingProbes(self._draft_net, self.observer.ceiling, self.spec.gamma, self.device)
@@ -135,8 +134,7 @@ class DSparkWorker(BaseSpecWorker):
 
     def init_cuda_graphs(self) -> None:
         """Capture the step's own graphs; the host captures none for decoding (a hook keeps it from it)."""
-        slots = self.model_runner.req_to_token_pool.req_to_token.shape[0]
-        seed = self._target_worker.random_seed
+        slots, seed = self.model_runner.req_to_token_pool.req_to_token.shape[0], self._target_worker.random_seed
         require_equal_ranks(self._ranks, self.server_args, self.spec, self.settings, seed, slots)
         self._draft_worker.init_cuda_graphs(capture_decode_cuda_graph=False)
         assert self._requests is not None
@@ -278,10 +276,11 @@ class DSparkWorker(BaseSpecWorker):
         self, outcome: StepOutcome, output: Any, facts: StepFacts, survival: Transfer | None, depth: int | None
     ) -> GenerationBatchResult:
         assert self._requests is not None
-        temperatures = self._requests.temperatures[facts.slots]
+        assert self._budgets is not None
+        temperatures, stands_in = self._requests.temperatures[facts.slots], self._budgets.stands_in
         accept, windows = outcome.accept, outcome.plan.verify_lens
         probes = self._probes if self.observer is not None and self.observer.counting else None
-        probe = None if probes is None else probes.step(temperatures, outcome, depth is None)
+        probe = None if probes is None else probes.step(temperatures, outcome, depth is None, stands_in)
         self._recording.probe(probe)
         return ObservedResult(
             logits_output=output,
@@ -291,7 +290,7 @@ class DSparkWorker(BaseSpecWorker):
             new_seq_lens=outcome.lengths,
             can_run_cuda_graph=facts.refusal is None,
             speculative_num_draft_tokens=self.spec.window,
-            cap_lens=windows if self._budgets is not None and self._budgets.schedules else None,
+            cap_lens=windows if self._budgets.schedules else None,
             block_accept_lens=outcome.ceiling if self.mode == "cap-accept" else None,
             observer=self.observer,
             facts=facts,
@@ -301,6 +300,7 @@ class DSparkWorker(BaseSpecWorker):
             probe=probe,
             temperatures=temperatures,
             depth=depth,
+            stands_in=stands_in,
             windows=windows if facts.drafted and facts.drafts < windows.shape[0] * self.spec.gamma else None,
         )
 

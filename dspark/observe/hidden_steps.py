@@ -39,6 +39,8 @@ class StepTokens:
     chances: np.ndarray | None  # [R, W] float32, the target's probability of each committed token; None: all are greedy
     probe: Probe | None = None
     whole: bool = True  # False: its blocks were short, so nobody knows what the rest of whole ones would have been
+    # Short blocks were planned. At a fixed pace such a step has whole ones all the same: it stands for the others.
+    short_planned: bool = False
 
 
 @dataclass(frozen=True)
@@ -49,6 +51,7 @@ class DueProbe:
     left_out: int  # 1..G - 1
     path: np.ndarray  # [G] int64, the tokens that came to stand in the places of the block's drafts
     log_p: np.ndarray  # [G] float64, the target's, of those from place G - left_out on, at the front
+    short_planned: bool
 
 
 @dataclass(frozen=True)
@@ -63,10 +66,10 @@ class Judged:
     beyond: np.ndarray  # [N] int64, drafts behind the window that would have passed; 0 unless EXACT
     due: list[DueProbe]
     greedy: np.ndarray  # [N] bool
-    told: (
-        np.ndarray
-    )  # [3, G] int64, of greedy steps of whole blocks by drafts left out: how many are solved and have as
-    # many later tokens, sum of the drafts that would have passed, and of their squares
+    short_planned: np.ndarray  # [N] bool
+    # [2, 3, G] int64, of greedy steps of whole blocks, by whether short ones were planned and by drafts left out: those
+    # that have as many later tokens, sum of the drafts that would have passed, and of their squares.
+    told: np.ndarray
 
     def tokens(self) -> np.ndarray:
         """[N] int64: ceiling of the KNOWN and EXACT steps, the least that the others can have."""
@@ -87,8 +90,9 @@ class _Stream:
         self.rows = _joined(steps, "rows").astype(np.int64)[order]
         self.accepted = _joined(steps, "accepted").astype(np.int64)[order]
         self.greedy, self._tokens = _joined(steps, "greedy")[order], _joined(steps, "tokens")
-        self.drafted, whole = (
-            np.repeat([getattr(step, name) for step in steps], sizes)[order] for name in ("drafted", "whole")
+        self.drafted, whole, self.short_planned = (
+            np.repeat([getattr(step, name) for step in steps], sizes)[order]
+            for name in ("drafted", "whole", "short_planned")
         )
         self.solvable = self.greedy & whole
         self.committed = np.minimum(self.accepted + 1, self.rows)
@@ -134,7 +138,8 @@ class _Stream:
             for tokens, left, later in zip(self.tokens(which), left_out, at, strict=True)
         ]
         probes = [self.probes[place] for place in self.probe[which]]
-        return [DueProbe(*row) for row in zip(probes, left_out.tolist(), paths, log_p, strict=True)]
+        planned = self.short_planned[which].tolist()
+        return [DueProbe(*row) for row in zip(probes, left_out.tolist(), paths, log_p, planned, strict=True)]
 
 
 def _joined(steps: Sequence[StepTokens], name: str) -> np.ndarray:
@@ -169,10 +174,14 @@ def judge(steps: Sequence[StepTokens], count: int, gamma: int) -> Judged:
     beyond[hidden[exact]] = passed[exact]
     probed = drawn[stream.probe[of[drawn]] >= 0]
     due = stream.due(of[probed], left[probed], at[probed]) if probed.size else []
+    # Counted by the same rule as those that they stand for: as many later tokens as drafts that were left out.
     telling = greedy & (left > 0) & there[first, np.maximum(left - 1, 0)]
-    sums = [np.bincount(left[telling], passed[telling] ** power, gamma)[:gamma] for power in (0, 1, 2)]
+    kind = (left + gamma * stream.short_planned[of])[telling]
+    sums = [np.bincount(kind, passed[telling] ** power, 2 * gamma).reshape(2, gamma) for power in (0, 1, 2)]
+    told = np.stack(sums, axis=1).astype(np.int64)
     mine_of = stream.slots[mine], stream.generations[mine], stream.committed[mine]
-    return Judged(*mine_of, state, left_out, beyond, due, stream.greedy[mine], np.array(sums).astype(np.int64))
+    kinds = stream.greedy[mine], stream.short_planned[mine]
+    return Judged(*mine_of, state, left_out, beyond, due, *kinds, told)
 
 
 def judge_request(steps: Sequence[StepTokens], slot: int, gamma: int) -> tuple[int, bool, list[int]]:
@@ -184,10 +193,11 @@ def judge_request(steps: Sequence[StepTokens], slot: int, gamma: int) -> tuple[i
         gamma: G.
 
     Returns:
-        Its generation, -1 if no step is its; whether it is greedy; [3 + G] sums of its steps that drafted: solved
-        ones, ceiling (the least of those that are not solved), those that hide it; the others by drafts left out.
+        Its generation, -1 if no step is its; whether it is greedy; [3 + 2 G] sums of its steps that drafted: solved
+        ones, ceiling (the least of those that are not solved), those that hide it; the others by drafts left out,
+        those of whole blocks before those where short ones were planned.
     """
-    solved, tokens, hidden, others, greedy = 0, 0, 0, [0] * gamma, True
+    solved, tokens, hidden, others, greedy = 0, 0, 0, [0] * (2 * gamma), True
     later: list[int] = []  # the G tokens, or as many as there are, after the step
     newest = steps[::-1]
     generation, places = last_request(((step.slots, step.generations) for step in newest), slot)
@@ -203,7 +213,7 @@ def judge_request(steps: Sequence[StepTokens], slot: int, gamma: int) -> tuple[i
                 beyond += 1
             parted = beyond == left_out or beyond < len(later)
             if left_out and not (parted and step.whole and greedy):
-                others[left_out] += 1
+                others[left_out + gamma * step.short_planned] += 1
                 beyond = 0
             else:
                 solved += 1

@@ -7,8 +7,9 @@ that hides the ceiling of a request is judged once G - 1 more steps are there, e
 - sampled: counted by the number of drafts left out. Some of these steps, picked before their outcome, are *probes*:
   their block is kept on the device until the later tokens are known, and its drafter is then asked for the probability
   of these. The mean of the probes with about as many drafts left out stands for all steps of that kind;
-- of short blocks: nobody knows what the rest of a whole block would have been. Steps of whole blocks, which come at a
-  fixed pace, stand for them: the probes for sampled requests, solved steps for greedy ones.
+- of short blocks: nobody knows what the rest of a whole block would have been. Of the steps that would draft short ones
+  some, at a fixed pace, draft whole ones, and stand for the others: their probes for sampled requests, those that are
+  solved for greedy ones. Steps that are whole for reasons of their own say nothing of them.
 
 Nothing is extrapolated to steps whose later tokens do not exist (the answer ended): they are counted.
 """
@@ -30,7 +31,7 @@ _COLUMNS = 3
 
 
 class _Kind:
-    """Hidden steps of one kind, greedy or sampled, that are known in law only, and the samples that say their mean."""
+    """Hidden steps of one kind that are known in law only, and the samples that say their mean."""
 
     def __init__(self, gamma: int) -> None:
         self.steps = np.zeros(gamma, np.int64)  # by drafts left out
@@ -95,7 +96,8 @@ class _Sums:
     def __init__(self, gamma: int) -> None:
         self.known = np.zeros(2, np.int64)  # steps, tokens
         self.exact = np.zeros(3, np.int64)  # steps, committed tokens, ceiling
-        self.sampled, self.greedy = _Kind(gamma), _Kind(gamma)  # greedy ones are of short blocks
+        # [sampled or greedy][short blocks were planned]. Greedy ones of whole blocks are solved, and only tell.
+        self.kinds = [[_Kind(gamma), _Kind(gamma)], [_Kind(gamma), _Kind(gamma)]]
         self.ended = np.zeros(gamma, np.int64)  # steps by drafts left out
 
     def add(self, judged: Judged) -> None:
@@ -103,27 +105,27 @@ class _Sums:
         self.known += ((state == KNOWN).sum(), tokens[state == KNOWN].sum())
         exact = state == EXACT
         self.exact += (exact.sum(), judged.committed[exact].sum(), tokens[exact].sum())
+        self.ended += np.bincount(judged.left_out[state == ENDED], minlength=gamma)[:gamma]
         drawn = state == DRAWN
-        for sums, of in (
-            (self.greedy.steps, drawn & judged.greedy),
-            (self.sampled.steps, drawn & ~judged.greedy),
-            (self.ended, state == ENDED),
-        ):
-            sums += np.bincount(judged.left_out[of], minlength=gamma)[:gamma]
-        number, passed, squares = judged.told
-        if number.any():
-            self.greedy.add(slice(None), (number, number, number, passed, squares, squares))
+        kind = (judged.left_out + gamma * (judged.short_planned + 2 * judged.greedy))[drawn]
+        steps = np.bincount(kind, minlength=4 * gamma).reshape(2, 2, gamma)
+        for greedy, short in np.ndindex(2, 2):
+            self.kinds[greedy][short].steps += steps[greedy, short]
+        for of, (number, passed, squares) in zip(self.kinds[True], judged.told, strict=True):
+            if number.any():
+                of.add(slice(None), (number, number, number, passed, squares, squares))
 
     def answer(self, due: DueProbe, log_q: np.ndarray) -> None:
         weight, left_out = float(due.probe.candidates), due.left_out
         later, log_p, log_q = due.path[None, -left_out:], due.log_p[None, :left_out], log_q[None, -left_out:]
         found = tails(TrimmedSteps(np.array([left_out]), later, later, np.zeros(1, bool), log_p, log_q))
         mean, second = float(found.mean[0]), float(found.second[0])
-        self.sampled.add(left_out, (1, weight, weight**2, weight * mean, weight * mean**2, weight * second))
+        sums = 1, weight, weight**2, weight * mean, weight * mean**2, weight * second
+        self.kinds[False][due.short_planned].add(left_out, sums)
 
-    def of(self, greedy: bool) -> _Kind:
-        """The kind of a request's steps."""
-        return self.greedy if greedy else self.sampled
+    def means(self, greedy: bool) -> np.ndarray:
+        """[2 G] of a request's steps: those of whole blocks before those where short ones were planned."""
+        return np.concatenate([kind.means() for kind in self.kinds[greedy]])
 
     def estimate(self) -> Ceiling:
         """Of all known and exact steps, and of each kind of the others if there are samples enough."""
@@ -131,7 +133,7 @@ class _Sums:
         left_out = np.arange(self.ended.shape[0])
         rows = left_out.shape[0] - left_out
         middle, most, unresolved, variance = 0.0, 0, int(self.ended.sum()), 0.0
-        for kind in (self.sampled, self.greedy):
+        for kind in (*self.kinds[False], *self.kinds[True]):
             if not kind.groups().size:
                 unresolved += int(kind.steps.sum())
                 continue
@@ -170,7 +172,7 @@ class LiveCeiling:
         self._new: Waiting[StepTokens] = Waiting(CEILING)
         self._lock = threading.RLock()  # whoever judges or reads: the server's thread, or one that exports
         self._generation = np.full(slots, -1, np.int64)
-        self._by_slot = np.zeros((slots, _COLUMNS + gamma), np.int64)
+        self._by_slot = np.zeros((slots, _COLUMNS + 2 * gamma), np.int64)
         self._greedy = np.zeros(slots, bool)  # of the requests in ``_by_slot``
         self._due: list[Due] = []
         self._sums = _Sums(gamma)
@@ -220,7 +222,8 @@ class LiveCeiling:
             found = np.add.reduceat(_columns(judged)[:, own], starts, axis=1)
             self._by_slot[slots[starts], :_COLUMNS] += found.T
             open_ = own & _open(judged)
-            np.add.at(self._by_slot, (judged.slots[open_], _COLUMNS + judged.left_out[open_]), 1)
+            kind = judged.left_out + self._gamma * judged.short_planned
+            np.add.at(self._by_slot, (judged.slots[open_], _COLUMNS + kind[open_]), 1)
 
     def request(self, slot: int) -> dict[str, Any]:
         """The ceiling of all steps with a draft of the request that has ``slot``; keys are stable.
@@ -235,7 +238,7 @@ class LiveCeiling:
             if generation in (-1, self._generation[slot]):
                 greedy = bool(self._greedy[slot])
                 sums = [new + old for new, old in zip(sums, self._by_slot[slot].tolist(), strict=True)]
-            means = self._sums.of(greedy).means().tolist()
+            means = self._sums.means(greedy).tolist()
         solved, tokens, hidden, *others = sums
         unsolved = sum(others)
         # A mean that is not known matters only where there are such steps.
@@ -246,7 +249,7 @@ class LiveCeiling:
             "unresolved": unsolved,
             "low": tokens,
             "middle": None if math.isnan(beyond) else tokens + beyond,
-            "high": tokens + sum(count * left_out for left_out, count in enumerate(others)),
+            "high": tokens + sum(count * (kind % self._gamma) for kind, count in enumerate(others)),
         }
 
     def fold(self) -> None:
@@ -271,19 +274,24 @@ class LiveCeiling:
             self._fold()
             sums, pending = self._sums, self._steps[self._old :]
             known, exact = sums.known.tolist(), sums.exact.tolist()
+            (sampled, short), (_, greedy) = sums.kinds
             return {
                 **vars(sums.estimate()),
                 "known": {"request_steps": known[0], "tokens": known[1]},
                 "solved": {"request_steps": exact[0], "committed": exact[1], "tokens": exact[2]},
-                "sampled": sums.sampled.steps.tolist(),
-                "short_greedy": sums.greedy.steps.tolist(),
+                "sampled": sampled.steps.tolist(),
+                "short_sampled": short.steps.tolist(),
+                "short_greedy": greedy.steps.tolist(),
                 "ended": sums.ended.tolist(),
-                "probes": sums.sampled.samples[0].astype(int).tolist(),
+                "probes": sampled.samples[0].astype(int).tolist(),
                 # What the drafts that a probe left out would have added, times the requests that it stands for.
-                "probed_requests": sums.sampled.samples[1].astype(int).tolist(),
-                "probed_tokens": sums.sampled.samples[3].tolist(),
-                "told": sums.greedy.samples[0].astype(int).tolist(),
-                "told_tokens": sums.greedy.samples[3].astype(int).tolist(),
+                "probed_requests": sampled.samples[1].astype(int).tolist(),
+                "probed_tokens": sampled.samples[3].tolist(),
+                "short_probes": short.samples[0].astype(int).tolist(),
+                "short_probed_requests": short.samples[1].astype(int).tolist(),
+                "short_probed_tokens": short.samples[3].tolist(),
+                "told": greedy.samples[0].astype(int).tolist(),
+                "told_tokens": greedy.samples[3].astype(int).tolist(),
                 "pending": sum(step.slots.shape[0] for step in pending if step.drafted),
             }
 

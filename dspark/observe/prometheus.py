@@ -43,7 +43,8 @@ COUNTERS: dict[str, tuple[str, str | None]] = {
     "ceiling_committed_tokens": ("What was committed in these.", None),
     "ceiling_found_request_steps": (
         "Request steps with a draft by what is known of their ceiling (compact): known, solved (by later tokens), "
-        "sampled (estimated from probes), ended (no later tokens).",
+        "sampled (estimated from probes), short_sampled, short_greedy (short blocks, estimated from whole ones), "
+        "ended (no later tokens).",
         "found",
     ),
     "ceiling_found_tokens": ("Ceiling of the known and the solved request steps.", "found"),
@@ -142,10 +143,10 @@ def distributions(counters: Mapping[str, Any]) -> Iterator[Distribution]:
 def ceiling_samples(found: Mapping[str, Any]) -> Iterator[Sample]:
     """Samples of ``LiveCeiling.statistics``."""
     steps = {name: found[name]["request_steps"] for name in ("known", "solved")}
-    steps |= {name: sum(found[name]) for name in ("sampled", "short_greedy", "ended")}
+    steps |= {name: sum(found[name]) for name in ("sampled", "short_sampled", "short_greedy", "ended")}
     yield from (("ceiling_found_request_steps", name, count) for name, count in steps.items())
     yield from (("ceiling_found_tokens", name, found[name]["tokens"]) for name in ("known", "solved"))
-    yield "ceiling_probes", None, sum(found["probes"])
+    yield "ceiling_probes", None, sum(found["probes"]) + sum(found["short_probes"])
     names = {"request_steps": "steps", "committed": "committed", "low": "low", "middle": "middle", "high": "high"}
     yield from (("ceiling_estimate", name, found[key]) for name, key in names.items())
 

@@ -7,7 +7,7 @@ blocks where that saves more time than it loses tokens. The last row of a window
 
 Inside a block everything sees everything, so a short block is not the beginning of a whole one: it drafts from another
 distribution, which acceptance takes as it is. How much worse it drafts than the confidences say is learned, against
-the whole blocks that every 32nd step drafts (``DepthTrust``).
+the whole blocks that every 32nd step drafts instead (``DepthTrust``).
 
 Like the budget, the depth is chosen from survivals two steps old, so no draft influences whether it is drawn.
 """
@@ -38,7 +38,7 @@ def depth_ladder(gamma: int) -> list[int]:
 
 @dataclass(frozen=True)
 class DepthTrust:
-    """Accepted drafts over promised ones, of steps that trim short blocks and of those that trim whole ones.
+    """Accepted drafts over promised ones, of steps of short blocks and of whole ones that took the turn of such.
 
     Whatever is wrong with the confidences of both is the matter of ``dspark.scheduler.trust``; here only the two are
     compared. Sums fade, since workloads change.

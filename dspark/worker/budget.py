@@ -63,9 +63,10 @@ class BudgetScheduler:
         self._gamma, self._mode, self._relay, self._refusal = gamma, mode, relay, refusal
         self._learner = None if costs is None else CostLearner(costs, refinement)
         self._trust = TrustLearner(result_lag)
-        self._depths = depths
+        self._depths = depths if self.schedules else None
         self._depth: int | None = None  # of the last step, drafts drawn of each block; None: all
         self._saved_seconds = 0.0  # by that
+        self.stands_in = False  # whether the last step drafts whole blocks for no reason but that its turn has come
         self._policy = policy or Policy()
         self._graph_tiers = graph_tiers
         self._state = PlanState(free_probes=FREE_PROBES)
@@ -148,6 +149,8 @@ class BudgetScheduler:
             The survivals on their way to the host (``ConfidenceRelay.publish``); None if nobody there asks for them.
         """
         self._count(forwarded, depth)
+        if depth != self._depth:  # run without a graph
+            self._trust.ran_whole()
         return self._relay.publish(self._step, *self._requests, survival, depth) if self.schedules else None
 
     def _schedule(self, slots: np.ndarray, generations: np.ndarray, context_tokens: float) -> None:
@@ -174,14 +177,14 @@ class BudgetScheduler:
         promised = self.plan.promised if learns else None
         drafted = self.plan.draft if self._pin is None else self._pin > 0
         short = None if self._depth is None else self._trust.depth.factor
-        self._trust.remember(slots, generations, context_tokens, promised, drafted, short)
+        self._trust.remember(slots, generations, context_tokens, promised, drafted, short, self.stands_in)
         if self._pin is not None:
             self.plan = None  # not what runs
             self._pin_depth(slots.shape[0])
 
     def _pin_depth(self, requests: int) -> None:
         """The pinned depth, if it holds the pinned drafts."""
-        self._depth, self._saved_seconds = None, 0.0
+        self._depth, self._saved_seconds, self.stands_in = None, 0.0, False
         depth, saved = self._pinned_depth, None if self._depths is None else self._depths.saved(requests)
         drafts = forced_budget(self._pin or 0.0, requests, self._gamma)
         if depth is not None and saved is not None and 0 < drafts <= requests * (depth - 1):
@@ -191,7 +194,7 @@ class BudgetScheduler:
         """Take the depth of the planned step, or have its blocks whole because it is time for that."""
         assert self._learner is not None
         assert self.plan is not None
-        self._depth, self._saved_seconds = self.plan.depth, 0.0
+        self._depth, self._saved_seconds, self.stands_in = self.plan.depth, 0.0, False
         if self._depth is None:
             return
         requests, drafts = survival.shape[0], self.plan.budget
@@ -200,7 +203,7 @@ class BudgetScheduler:
             self._saved_seconds = max(whole - self.plan.predicted_seconds, 0.0)
             return
         admitted = -ranked(survival)[:drafts]
-        self._depth = None
+        self._depth, self.stands_in = None, True
         self.plan = replace(
             self.plan,
             depth=None,

@@ -111,6 +111,7 @@ class _Remembered(NamedTuple):
     promised: Promise | None
     drafted: bool
     short: float | None = None  # of short blocks: what their promise was multiplied by
+    stands_in: bool = False  # whole blocks in the place of short ones
 
 
 class TrustLearner:
@@ -145,7 +146,9 @@ class TrustLearner:
                 self.skipped += 1
                 return
             self.trust = observe(self.trust, step.promised, accepted)
-            self.depth = self.depth.seen(step.short is not None, step.promised.expected / (step.short or 1.0), accepted)
+            if step.short is not None or step.stands_in:
+                promised = step.promised.expected / (step.short or 1.0)
+                self.depth = self.depth.seen(step.short is not None, promised, accepted)
             self.steps += 1
             self.sums += (step.promised.drafts, step.promised.expected, accepted)
 
@@ -157,13 +160,20 @@ class TrustLearner:
         promised: Promise | None,
         drafted: bool,
         short: float | None = None,
+        stands_in: bool = False,
     ) -> None:
         """Called last when a step was planned.
 
         ``promised`` is None if nothing can be learned from it; ``short`` is the factor in the promise of short blocks,
-        None for whole ones.
+        None for whole ones; ``stands_in`` says that these were drafted although short ones would pay. Short blocks are
+        compared with such alone: other steps have whole ones because they are small, or verify much, or gain little.
         """
-        self._steps.append(_Remembered(slots, generations, context_tokens, promised, drafted, short))
+        self._steps.append(_Remembered(slots, generations, context_tokens, promised, drafted, short, stands_in))
+
+    def ran_whole(self) -> None:
+        """The step that was planned last has drafted whole blocks, whatever was planned."""
+        if self._steps:
+            self._steps[-1] = self._steps[-1]._replace(short=None, stands_in=False)
 
     def clear(self) -> None:
         """Forget the sums, not what was learned."""

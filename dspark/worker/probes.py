@@ -21,7 +21,7 @@ from dspark.observe.live_ceiling import Due, LiveCeiling
 from dspark.types import StepOutcome
 from dspark.worker.protocols import DraftNet
 
-CADENCE = 4  # drafted steps from one probe to the next; where short blocks are drafted, the next whole ones
+CADENCE = 4  # drafted steps per probe; of those that stand for steps of short blocks each one has a probe
 ROUND = 64  # drafted steps per evaluation
 MOST = 16  # probes in one evaluation: what its intermediate values may take, V * 12 bytes per draft
 PLACES = 64  # a probe is due at most two rounds and a few steps after it was taken
@@ -51,19 +51,21 @@ class CeilingProbes:
         self._anchors = torch.zeros(PLACES, dtype=torch.int64, device=self._device)
         self._blocks: torch.Tensor | None = None  # [PLACES, G, H], made when the first block shows its width
         self._noise = np.random.default_rng(0)
-        self._steps = self._taken = 0
-        self._next = CADENCE  # drafted step from which on a probe is taken
+        self._steps = self._taken = self._own = 0  # drafted steps, probes, steps that stand for themselves
         self._due: list[Due] = []
         self._asked: _Asked | None = None
         self._stream: torch.cuda.Stream | None = None  # of the steps, whose memory an evaluation reuses
 
-    def step(self, temperatures: np.ndarray, outcome: StepOutcome, whole: bool = True) -> Probe | None:
+    def step(
+        self, temperatures: np.ndarray, outcome: StepOutcome, whole: bool = True, stands_in: bool = False
+    ) -> Probe | None:
         """Look at a step that was launched; never waits for the device.
 
         Args:
             temperatures: [R] float64, 0 for greedy requests.
             outcome: of the step.
             whole: whether its blocks are; the rest of short ones was never computed.
+            stands_in: whether they are in the place of short ones, which happens at a fixed pace.
 
         Returns:
             The probe that was taken of it, if one was.
@@ -75,12 +77,13 @@ class CeilingProbes:
             self._stream = torch.cuda.current_stream(self._device)
         if self._steps % ROUND == 0:
             self._evaluate()
-        if self._steps < self._next or not whole or outcome.proposal.hidden is None:
+        self._own += whole and not stands_in
+        chosen = stands_in or (whole and self._own % CADENCE == 0)
+        if not chosen or outcome.proposal.hidden is None:
             return None
         candidates = np.flatnonzero(temperatures > 0)
         if not candidates.size:
             return None
-        self._next = self._steps + CADENCE
         request, hidden = int(self._noise.choice(candidates)), outcome.proposal.hidden
         if self._blocks is None:
             self._blocks = hidden.new_zeros((PLACES, *hidden.shape[1:]))

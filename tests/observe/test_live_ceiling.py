@@ -78,14 +78,15 @@ class Record:
     left_out: int
     hidden: bool
     ceiling: int
+    short: bool
 
     def solved(self, probed: bool) -> bool:
-        """Whether the estimator can count it; ``probed``: whether it knows a mean of the sampled ones."""
+        """Whether the estimator can count it; ``probed``: whether it knows a mean of those that are not exact."""
         later = len(self.request.tokens) - self.after
         if not self.hidden or self.left_out == 0:
             return True
         beyond = self.ceiling - (GAMMA - self.left_out) - 1
-        if self.request.greedy:
+        if self.request.greedy and not self.short:
             return later >= min(beyond + 1, self.left_out)
         return probed and later >= self.left_out
 
@@ -117,7 +118,8 @@ class Server:
             yield number
 
     def advance(self, request: Request, drafted: bool) -> Outcome:
-        rows = int(self.random.integers(1, GAMMA + 2)) if drafted else 1
+        short = self.short(self.number)
+        rows = int(self.random.integers(1, (GAMMA if short else GAMMA + 1) + 1)) if drafted else 1
         if drafted:
             found = step_of(self.random, self.p, self.q, request, rows)
             request.ceiling, request.steps = request.ceiling + found.ceiling, request.steps + 1
@@ -131,14 +133,14 @@ class Server:
         if drafted:
             hidden = rows <= GAMMA and found.accepted == rows
             done, left_out = len(request.tokens), max(GAMMA - rows, 0)
-            self.records.append(Record(self.number, request, done, left_out, hidden, found.ceiling))
+            self.records.append(Record(self.number, request, done, left_out, hidden, found.ceiling, short))
         return found
 
     def observed(self, number: int, drafted: bool, outcomes: list[Outcome]) -> StepTokens:
-        requests = self.requests
+        requests, short, planned = self.requests, self.short(number), self.short_planned(number)
         sampled = [place for place, request in enumerate(requests) if not request.greedy]
         probe = None
-        if drafted and sampled and number % CADENCE == 0:
+        if drafted and sampled and not short and (planned or number % CADENCE == 0):
             probe = Probe(self.probes, int(self.random.choice(sampled)), len(sampled), 1.0)
             self.probes += 1
         return StepTokens(
@@ -151,7 +153,15 @@ class Server:
             greedy=np.array([request.greedy for request in requests]),
             chances=np.array([one.chances for one in outcomes], np.float32),
             probe=probe,
+            whole=not short,
+            short_planned=planned,
         )
+
+    def short_planned(self, number: int) -> bool:
+        return False
+
+    def short(self, number: int) -> bool:
+        return False
 
     def renew(self) -> None:
         for request in self.requests:
@@ -161,7 +171,8 @@ class Server:
 
     def truth(self) -> tuple[int, int]:
         """Steps that can be counted by now, and what full windows would have committed in them."""
-        probed = sum(self.live.statistics()["probes"]) >= MIN_PROBES
+        found = self.live.statistics()
+        probed = sum(found["probes"]) + sum(found["short_probes"]) + sum(found["told"]) >= MIN_PROBES
         due = [one for one in self.records if one.number <= self.number - (GAMMA - 1) and one.solved(probed)]
         return len(due), sum(one.ceiling for one in due)
 
@@ -171,6 +182,34 @@ class Server:
             path = due[0].path
             log_q = np.concatenate([[np.nan], np.log(self.q[path[:-1], path[1:]])])
             self.live.answer(due, log_q)
+
+
+class TwoLoads(Server):
+    """A good draft where short blocks are planned, of which every eighth step drafts whole ones; else a poor one."""
+
+    def __init__(self, seed: int, greedy_share: float) -> None:
+        super().__init__(seed, "peaked", greedy_share)
+        self.good, self.of_probe = self.q, {}
+
+    def short_planned(self, number: int) -> bool:
+        return number // 40 % 2 == 1
+
+    def short(self, number: int) -> bool:
+        return self.short_planned(number) and number % 8 > 0
+
+    def observed(self, number: int, drafted: bool, outcomes: list[Outcome]) -> StepTokens:
+        step = super().observed(number, drafted, outcomes)
+        if step.probe is not None:
+            self.of_probe[step.probe.number] = self.q
+        # Of the next step: after some tokens, more of them under the other load, the draft is another one.
+        wrong = self.random.random(VOCABULARY) < (0.05 if self.short_planned(number + 1) else 0.5)
+        self.q = np.where(wrong[:, None], np.roll(self.good, 1, axis=1), self.good)
+        return step
+
+    def answer(self) -> None:
+        for due in self.live.take_due():
+            path, q = due[0].path, self.of_probe[due[0].probe.number]
+            self.live.answer(due, np.concatenate([[np.nan], np.log(q[path[:-1], path[1:]])]))
 
 
 def served(kind: str, greedy_share: float, seed: int, steps: int) -> Server:
@@ -221,6 +260,26 @@ def test_intervals_of_mixed_servers_cover_the_truth(kind: str) -> None:
     print(kind, f"inside {np.mean(inside):.2f}, error {np.mean(errors):+.4f}, width {np.mean(widths):.3f}")
     assert np.mean(inside) >= 0.9
     assert abs(np.mean(errors)) < 0.01
+
+
+@pytest.mark.parametrize("greedy_share", [0.0, 1.0])
+def test_short_blocks_are_judged_by_the_whole_ones_in_their_place(greedy_share: float) -> None:
+    """Most whole blocks are of another load, and would say that short ones leave little out."""
+    errors, of_requests = [], []
+    for seed in range(8):
+        server = TwoLoads(seed, greedy_share)
+        for _ in server.run(1200):
+            pass
+        found, (steps, truth) = server.live.statistics(), server.truth()
+        assert found["steps"] == steps
+        assert sum(found["short_greedy" if greedy_share else "short_sampled"]) > 100
+        errors.append(found["middle"] / truth - 1)
+        known = [(request, own) for request, own in server.ended[-200:] if own["middle"] is not None]
+        assert len(known) > 60
+        of_requests.append(sum(own["middle"] for _, own in known) / sum(request.ceiling for request, _ in known) - 1)
+    print(greedy_share, np.mean(errors), np.mean(of_requests))
+    assert abs(np.mean(errors)) < 0.01
+    assert abs(np.mean(of_requests)) < 0.02
 
 
 def test_a_clear_leaves_requests_alone() -> None:

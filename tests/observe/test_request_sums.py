@@ -53,6 +53,7 @@ class Requests:
             generations = self.generations[slots]
         self.batch = slots, generations
         count, drafted, whole = slots.shape[0], bool(random.random() < 0.85), bool(random.random() < 0.8)
+        short_planned = not whole or bool(random.random() < 0.3)
         rows = random.integers(1, GAMMA + 2, count) if drafted else np.ones(count, np.int64)
         passed = np.where(random.random(count) < 0.6, GAMMA, random.integers(0, GAMMA, count))
         accepted = np.minimum(passed, np.minimum(rows, GAMMA)) * drafted
@@ -67,7 +68,9 @@ class Requests:
         return Fed(
             facts,
             StepCounts(rows, accepted),
-            StepTokens(slots, generations, drafted, rows, accepted, tokens, greedy, chances, probe, whole),
+            StepTokens(
+                slots, generations, drafted, rows, accepted, tokens, greedy, chances, probe, whole, short_planned
+            ),
         )
 
     def end(self) -> list[int]:
@@ -104,13 +107,17 @@ def ceiling_by_arrays(live: LiveCeiling, slot: int, asked: LiveCeiling) -> dict[
     if own:
         judged = judge(own, len(own), GAMMA)
         open_ = (judged.state == DRAWN) | (judged.state == ENDED)
+        kind = judged.left_out + GAMMA * judged.short_planned
         columns = (~open_).sum(), judged.tokens().sum(), (judged.state != KNOWN).sum()
-        sums = sums + np.concatenate([columns, np.bincount(judged.left_out[open_], minlength=GAMMA)])
-    left_out = np.flatnonzero(sums[3:])
-    count = sums[3:][left_out]
-    server = copy(asked._sums.of(bool(own[-1].greedy[0]) if own else bool(live._greedy[slot])))
-    server._means = None
-    beyond = float(count @ server.means()[left_out])
+        sums = sums + np.concatenate([columns, np.bincount(kind[open_], minlength=2 * GAMMA)])
+    kinds = np.flatnonzero(sums[3:])
+    count, left_out = sums[3:][kinds], kinds % GAMMA
+    means = []
+    for kind in asked._sums.kinds[bool(own[-1].greedy[0]) if own else bool(live._greedy[slot])]:
+        kind = copy(kind)
+        kind._means = None
+        means.append(kind.means())
+    beyond = float(count @ np.concatenate(means)[kinds])
     return {
         "request_steps": int(sums[0] + count.sum()),
         "hidden": int(sums[2]),

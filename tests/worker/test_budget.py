@@ -181,8 +181,9 @@ def test_a_trimmed_step_draws_only_what_it_may_verify() -> None:
     slots, born, drawn = np.arange(10), np.ones(10, dtype=np.int64), []
     survival = 0.85 ** torch.arange(1, 6).expand(10, 5).float()
     budgets = shallow_scheduler(0.002)
-    for _ in range(1, 2 * FULL_EVERY):
+    for number in range(1, 2 * FULL_EVERY):
         budget = budgets.decide(slots, born, 0.0)
+        assert budgets.stands_in == (number % FULL_EVERY == 0)
         note = budgets.note()
         assert note is not None
         if budget.depth is not None:
@@ -208,7 +209,27 @@ def test_a_trimmed_step_draws_only_what_it_may_verify() -> None:
         assert note is not None
         assert whole.predicted_seconds - note.predicted_seconds == pytest.approx(0.002 if depth else 0.0)
     budgets.pin(None)
-    assert {budget.depth for budget in run_ten(shallow_scheduler(0.0), survival)} == {None}, "nothing to save"
+    idle = shallow_scheduler(0.0)
+    assert {budget.depth for budget in run_ten(idle, survival)} == {None}, "nothing to save"
+    assert not idle.stands_in, "where blocks are whole anyway, no step stands for others"
+    assert budgets.depths == (3,)
+
+
+def test_without_step_times_no_depth_can_be_pinned() -> None:
+    """Nothing is planned then, so nobody would heed it."""
+    relay = ConfidenceRelay(HostBuffers(64, 5, "cpu"), 5)
+    depths = DraftDepths((3,), np.array([8]), np.array([[0.002]]))
+    assert BudgetScheduler(gamma=5, mode="compact", relay=relay, costs=None, depths=depths).depths == ()
+
+
+def test_a_step_that_found_no_graph_says_nothing_of_short_blocks() -> None:
+    budgets, slots, born = shallow_scheduler(0.002), np.arange(10), np.ones(10, dtype=np.int64)
+    survival = 0.85 ** torch.arange(1, 6).expand(10, 5).float()
+    for _ in range(20):
+        planned = budgets.decide(slots, born, 0.0)
+        budgets.publish(survival, planned.tier, None)  # whole blocks
+    assert planned.depth == 3
+    assert [step.short for step in budgets._trust._steps] == [None] * 4
 
 
 def run_ten(budgets: BudgetScheduler, survival: torch.Tensor) -> list[StepBudget]:

@@ -26,7 +26,9 @@ def temperatures(world: World) -> np.ndarray:
     return np.where(world.sampling.greedy.numpy(), 0.0, world.sampling.temperature.numpy().astype(np.float64))
 
 
-def seen(outcome: StepOutcome, world: World, probes: CeilingProbes, whole: bool = True) -> StepTokens:
+def seen(
+    outcome: StepOutcome, world: World, probes: CeilingProbes, depth: int | None = None, short_planned: bool = False
+) -> StepTokens:
     accept, of_requests = outcome.accept, temperatures(world)
     return StepTokens(
         SLOTS,
@@ -37,8 +39,9 @@ def seen(outcome: StepOutcome, world: World, probes: CeilingProbes, whole: bool 
         accept.tokens.numpy(),
         of_requests == 0,
         None if accept.chances is None else accept.chances.numpy(),
-        probes.step(of_requests, outcome, whole),
-        whole,
+        probes.step(of_requests, outcome, depth is None, short_planned and depth is None),
+        depth is None,
+        short_planned,
     )
 
 
@@ -65,16 +68,15 @@ def estimated(kind: str, seed: int, whole: bool = True) -> tuple[dict[str, Any],
     live = LiveCeiling(GAMMA, REQUESTS)
     probes, truth, taken = CeilingProbes(world.draft, live, GAMMA, "cpu"), [], 0
     for number in range(STEPS):
-        cut = not whole and number % 3 > 0
+        depth = GAMMA - 1 if not whole and number % 3 > 0 else None
         if random.random() < 0.1:
             outcome, full = world.run(draft_off(world)), 0
         else:
             fork = world.fork()
             full = int(fork.run(static(fork)).accept.committed.sum())
-            drafts = int(random.integers(0, 7 if cut or not whole else 10))
-            budget = replace(compact(world, drafts), depth=GAMMA - 1 if cut else None)
+            budget = replace(compact(world, int(random.integers(0, 10 if whole else 7))), depth=depth)
             outcome = world.run(budget)
-        step = seen(outcome, world, probes, not cut)
+        step = seen(outcome, world, probes, depth, not whole)
         taken += step.probe is not None
         live.add(step)
         truth.append(full)
@@ -82,7 +84,8 @@ def estimated(kind: str, seed: int, whole: bool = True) -> tuple[dict[str, Any],
     if kind == "greedy":
         assert sum(found["told"]) >= MIN_PROBES > sum(found["probes"]) == taken == 0
     else:
-        assert MIN_PROBES <= sum(found["probes"]) < taken, "a probe of a step that hides nothing is none"
+        answered = sum(found["probes"]) + sum(found["short_probes"])
+        assert MIN_PROBES <= answered < taken, "a probe of a step that hides nothing is none"
     assert (sum(found["short_greedy"]) > 0) == (kind != "sampled" and not whole)
     assert found["unresolved"] == 0
     return found, sum(truth[: STEPS - (GAMMA - 1)])
