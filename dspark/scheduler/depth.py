@@ -55,10 +55,15 @@ class DepthTrust:
 
     def seen(self, short: bool, promised: float, accepted: float) -> DepthTrust:
         """After a step that was promised ``promised`` accepted drafts by its survivals alone; pure."""
-        sums = [(_KEPT * old[0], _KEPT * old[1]) for old in (self.short, self.whole)]
-        of, other = sums if short else sums[::-1]
-        of = of[0] + promised, of[1] + accepted
-        return DepthTrust(of, other) if short else DepthTrust(other, of)
+        old = self.rested()
+        of = old.short if short else old.whole
+        new = of[0] + promised, of[1] + accepted
+        return DepthTrust(new, old.whole) if short else DepthTrust(old.short, new)
+
+    def rested(self) -> DepthTrust:
+        """After any other step: where short blocks are left alone, what was held against them is forgotten."""
+        faded = [(_KEPT * promised, _KEPT * accepted) for promised, accepted in (self.short, self.whole)]
+        return DepthTrust(*faded)
 
 
 @dataclass(frozen=True, eq=False)

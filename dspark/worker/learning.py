@@ -140,7 +140,7 @@ class TrustLearner:
 
     def _judge(self, step: _Remembered, accepted: float) -> None:
         if not step.drafted:
-            self.trust = rest(self.trust)
+            self.trust, self.depth = rest(self.trust), self.depth.rested()
         elif step.promised is not None:
             if not 0 <= accepted <= step.promised.drafts:  # not that step's: the host has changed lengths itself
                 self.skipped += 1
@@ -149,6 +149,8 @@ class TrustLearner:
             if step.short is not None or step.stands_in:
                 promised = step.promised.expected / (step.short or 1.0)
                 self.depth = self.depth.seen(step.short is not None, promised, accepted)
+            else:
+                self.depth = self.depth.rested()
             self.steps += 1
             self.sums += (step.promised.drafts, step.promised.expected, accepted)
 

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from dspark.cuda_graph.timing import StepTime
+from dspark.scheduler.depth import DepthTrust
 from dspark.scheduler.refine import Refinement
 from dspark.scheduler.tier_costs import TierCosts
 from dspark.scheduler.trust import Promise
@@ -64,3 +65,16 @@ def test_short_blocks_are_compared_with_whole_ones_in_their_place_alone(graph: b
             committed.append(10 + 72.0)
     assert learner.steps > 2900
     assert learner.depth.factor == pytest.approx(0.9 if graph else 1.0, abs=0.01)
+
+
+@pytest.mark.parametrize("drafted", [True, False])
+def test_short_blocks_that_are_left_alone_are_tried_again(drafted: bool) -> None:
+    """Nothing is learned of them then, whatever else the server does."""
+    learner, slots = TrustLearner(2), np.arange(10)
+    learner.depth = DepthTrust(short=(20_000.0, 10_000.0), whole=(1000.0, 1000.0))
+    assert learner.depth.factor == pytest.approx(0.5, abs=0.01)
+    promised = Promise(drafts=100, expected=80.0, slope=-18.0, noise=20.0) if drafted else None
+    for step in range(40_000):
+        learner.arrive(slots, slots, (10 + 80.0 * drafted) * step)
+        learner.remember(slots, slots, (10 + 80.0 * drafted) * step, promised, drafted)
+    assert learner.depth.factor > 0.97
