@@ -2,11 +2,10 @@
 
     python -m benchmarks.half_hour --target TARGET --draft DRAFT --out-dir OUT
 
-1. A large model with dummy weights and replayed acceptance (``--big``): no speculation, the built-in and ours on the
-   GPU together (``benchmarks.serve``), at the levels and batches where ours could lose; then, on our server, step times
-   of short blocks, predicted step times over contexts (``benchmarks.prediction``) and the cost of counting.
-2. The model of ``--target`` with its drafter, real prompts: the cost of counting (``benchmarks.overhead``), then live
-   throughput of the three arms.
+A large model with dummy weights and replayed acceptance (``--big``): no speculation, the built-in and ours on the GPU
+together (``benchmarks.serve``), at the levels and batches where ours could lose; predicted step times over contexts
+(``benchmarks.prediction``) and step times of short blocks on our server. The model of ``--target`` with its drafter and
+real prompts: the cost of counting (``benchmarks.overhead``), then live throughput of the three arms.
 
 A part that fails is named at the end and does not cost the others their time. The last line is JSON.
 """
@@ -20,7 +19,7 @@ import sys
 import tempfile
 import time
 import traceback
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
@@ -34,6 +33,7 @@ from dspark.demo.server import ServerProcess, default_device, ending_signals_rai
 OURS = "dspark-compact"
 ARMS = f"none,builtin-static,dspark-static,{OURS}"
 COMPACT_BATCHES, COMPACT_BUDGETS = (32, 64, 128), "1,2,3,5"  # of the built-in's compact arm, where it comes close
+QUIET = 64  # requests; with more, the host sets the pace now and then
 HEAD_START = 15.0  # seconds of the other servers, so that the GPU is quiet when ours times its graphs
 # Levels and the batches at which they are asked: full sweeps where trimming decides, else where an earlier run lost.
 CELLS = {
@@ -111,32 +111,64 @@ def cells_argument(text: str) -> dict[str, Sequence[int]]:
     return {level: [int(batch) for batch in batches.split(",")] for level, batches in pairs}
 
 
-def big_model(args: argparse.Namespace, report: Report, console: Console) -> None:
-    """Part 1."""
-    with tempfile.TemporaryDirectory() as folder, ExitStack() as stack:
+def measured(args: argparse.Namespace, report: Report, console: Console) -> None:
+    """Both models, the parts that a busy host disturbs least first; ``--wait-for`` a file before the others."""
+    with ExitStack() as stack:
         stack.enter_context(ending_signals_raise())
-        big = serve_arguments(args, args.big, args.big_flags, Path(folder))
+        big = serve_arguments(args, args.big, args.big_flags, Path(stack.enter_context(tempfile.TemporaryDirectory())))
         results = serve.Results(big.out, args.command)
         running = start_all(big, serve_arms.engines(big), results, stack)
-        for one in running.values():
-            one.cells = wanted(one.cells, args.cells)
-        with report.part("serve, replayed acceptance"):
-            report.failures += serve.measure_all(big, running, console)
-            serve.finish(results, console)
         server = running[OURS]._server
-        bench = serve_cells.Bench(big, server)
-        if args.brief:
-            return
-        with report.part("short blocks"):
-            rows = short_blocks(big, server, bench)
-            report.write("short_blocks_steps", big, rows=rows)
+        later = {engine: split_cells(one, args.cells) for engine, one in running.items()}
+        with report.part("large model, batches that the device sets the pace of"):
+            report.failures += serve.measure_all(big, running, console)
+        bench = running[OURS]._bench or serve_cells.Bench(big, server)
         with report.part("prediction"):
             serve_arms.select_level(server, "middle")
-            big.tokens = 128
             report.write("prediction", big, **predicted(args.contexts, big, server))
-        with report.part("cost of counting"):
-            big.tokens, big.repeats = 256, 9
-            report.write("overhead_big", big, bar=overhead.BAR, rows=[overhead.compare(big, server, bench, 64)])
+        if not args.brief:
+            with report.part("short blocks"):
+                report.write("short_blocks_steps", big, rows=short_blocks(big, server, bench))
+        small = small_model(args, stack, report)
+        bench._level = None  # the parts in between have changed it
+        for engine, cells in later.items():
+            running[engine].cells += cells
+        with report.part("large model, large batches"):
+            report.failures += serve.measure_all(big, running, console)
+            serve.finish(results, console)
+            report.write("schedule_big", big, schedule=prediction.schedule_of(server))
+        with report.part("small model, live"):
+            own, found, servers = small
+            report.failures += serve.measure_all(own, servers, console)
+            serve.finish(found, console)
+
+
+def split_cells(one: serve.Running, asked: dict[str, Sequence[int]]) -> list[serve_cells.Cell]:
+    """Leave those of small batches to a server, and return those of large ones that wait for a quiet host."""
+    cells = wanted(one.cells, asked)
+    large = [cell for cell in cells if cell.batch > QUIET and cell.arm == OURS]
+    one.cells = [cell for cell in cells if cell not in large]
+    return large
+
+
+def small_model(
+    args: argparse.Namespace, stack: ExitStack, report: Report
+) -> tuple[argparse.Namespace, serve.Results, dict[str, serve.Running]]:
+    """The small model's servers, once the cost of counting was measured on ours."""
+    flags = ["--target", str(args.target), "--draft", str(args.draft), *args.small_flags]
+    small = serve_arguments(args, "smollm2", flags, Path(stack.enter_context(tempfile.TemporaryDirectory())))
+    results = serve.Results(small.out, args.command)
+    running = start_all(small, serve_arms.engines(small), results, stack)
+    while args.wait_for is not None and not args.wait_for.exists():
+        time.sleep(1.0)
+    with report.part("cost of counting"):
+        server = running[OURS]._server
+        bench = serve_cells.Bench(small, server)
+        tokens, small.tokens, repeats, small.repeats = small.tokens, 2 * small.tokens, small.repeats, 13
+        rows = [overhead.compare(small, server, bench, batch) for batch in (64, 1) if batch <= max(small.batches)]
+        report.write("overhead", small, bar=overhead.BAR, rows=rows)
+        small.tokens, small.repeats = tokens, repeats
+    return small, results, running
 
 
 def short_blocks(args: argparse.Namespace, server: ServerProcess, bench: serve_cells.Bench) -> list[dict[str, Any]]:
@@ -171,26 +203,6 @@ def predicted(contexts: Sequence[tuple[int, int]], args: argparse.Namespace, ser
     return {"bar": prediction.BAR, "mean_error": statistics.fmean(errors), "rows": rows}
 
 
-def small_model(args: argparse.Namespace, report: Report, console: Console) -> None:
-    """Part 2."""
-    with tempfile.TemporaryDirectory() as folder, ExitStack() as stack:
-        stack.enter_context(ending_signals_raise())
-        flags = ["--target", str(args.target), "--draft", str(args.draft), *args.small_flags]
-        small = serve_arguments(args, "smollm2", flags, Path(folder))
-        results = serve.Results(small.out, args.command)
-        running = start_all(small, serve_arms.engines(small), results, stack)
-        server = running[OURS]._server
-        with report.part("cost of counting"):
-            bench = serve_cells.Bench(small, server)
-            tokens, small.tokens, repeats, small.repeats = small.tokens, 2 * small.tokens, small.repeats, 13
-            rows = [overhead.compare(small, server, bench, batch) for batch in (64, 1) if batch <= max(small.batches)]
-            report.write("overhead", small, bar=overhead.BAR, rows=rows)
-            small.tokens, small.repeats = tokens, repeats
-        with report.part("serve, live"):
-            report.failures += serve.measure_all(small, running, console)
-            serve.finish(results, console)
-
-
 def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
     add = parser.add_argument
@@ -198,7 +210,7 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     add("--draft", type=Path, required=True)
     add("--out-dir", type=Path, required=True)
     add("--device", default=default_device())
-    add("--parts", default="big,small")
+    add("--wait-for", type=Path, metavar="FILE", help="before what needs a quiet host")
     add("--arms", default=ARMS)
     add("--cells", type=cells_argument, default=CELLS, metavar="LEVEL:BATCH,...;...", help="of the large model")
     add("--brief", action="store_true", help="of the large model throughput only")
@@ -221,10 +233,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = parse_arguments(argv)
     args.command = "python -m benchmarks.half_hour --target TARGET --draft examples/smollm2-135m-dspark --out-dir OUT"
     report, console = Report(args.out_dir), Console(width=180, highlight=False, soft_wrap=True)
-    parts: dict[str, Callable[[argparse.Namespace, Report, Console], None]] = {"big": big_model, "small": small_model}
-    for name in args.parts.split(","):
-        with report.part(name):
-            parts[name](args, report, console)
+    with report.part("all"):
+        measured(args, report, console)
     with report.part("done"):
         print(json.dumps({"failures": report.failures}))
     return 1 if report.failures else 0

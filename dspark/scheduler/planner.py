@@ -24,12 +24,11 @@ from dspark.errors import ConfigError
 from dspark.scheduler.cost import pad_to_tier
 from dspark.scheduler.depth import ShortBlocks, Steps, shortened
 from dspark.scheduler.pool import ranked, tokens_of
-from dspark.scheduler.refine import Correction
+from dspark.scheduler.refine import KNOWN, Correction
 from dspark.scheduler.tier_costs import TierCosts, TierRow
 from dspark.scheduler.trust import Promise, promise
 
 _LEAST_LOSS = 0.05  # of a step: the least that a visit is taken to cost
-KNOWN = 2.0  # samples near a tier below which it is due for a visit
 OFF_REQUESTS = 16  # blocks that the decision for plain decoding is averaged over
 STAY_SHARE = 0.5  # hysteresis: what was chosen stays until its gain falls below this share of the gain that chose it
 

@@ -25,6 +25,7 @@ MAX_CELLS = 384
 CELL_MEMORY = 64.0  # samples
 FADE_STEPS = 8192.0  # after which a cell that was not visited counts half
 CLIP = 0.15  # of a log ratio: what one or two samples can say against a cell that knows better
+KNOWN = 2.0  # samples near a place below which it is due for a visit
 PRIOR = 1.0  # samples that the wider neighbourhood stands for
 # Of the step that the device waits, from which on the host sets the pace. A twentieth passes between any two steps of
 # Qwen3-8B on an H200; taken for a floor, that kept every cheaper step from being tried.
@@ -221,4 +222,6 @@ def correction_of(state: Refinement, requests: int, tiers: np.ndarray, context_t
     belief = wide @ state.ratios / (wide.sum(axis=1) + PRIOR)
     evidence = near.sum(axis=1)
     factors = np.exp((near @ state.ratios + PRIOR * belief) / (evidence + PRIOR))
-    return Correction(factors[:-1], evidence[:-1], float(factors[-1]), floor)
+    # What steps without a draft took in other batches (the host was late, say) is no reason never to try one here.
+    plain = float(factors[-1]) if evidence[-1] >= KNOWN else min(float(factors[-1]), 1.0)
+    return Correction(factors[:-1], evidence[:-1], plain, floor)

@@ -62,6 +62,14 @@ def test_contexts_and_kinds_are_told_apart() -> None:
     assert short.plain_factor == pytest.approx(1.1, rel=0.02)
 
 
+def test_slow_plain_steps_of_other_batches_do_not_keep_one_from_being_tried() -> None:
+    state = learned([sample(64, 1.3, requests=64, context=0.0, draft=False)] * 40)
+    assert correction_of(state, 64, TIERS, 0.0).plain_factor == pytest.approx(1.3, rel=0.05)
+    assert correction_of(state, 16, TIERS, 0.0).plain_factor == 1.0
+    fast = learned([sample(64, 0.8, requests=64, context=0.0, draft=False)] * 40)
+    assert correction_of(fast, 16, TIERS, 0.0).plain_factor < 1.0
+
+
 @pytest.mark.parametrize("hiccup", [5.0, 50.0])
 def test_hiccups_hardly_count(hiccup: float) -> None:
     rng = np.random.default_rng(1)
