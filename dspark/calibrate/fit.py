@@ -8,7 +8,13 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from dspark.calibrate.shards import Blocks
-from dspark.scheduler.calibration import Calibration, calibration_error, noise_floor, survival_from
+from dspark.scheduler.calibration import (
+    Calibration,
+    calibration_error,
+    noise_floor,
+    noise_floor_of_prompts,
+    survival_from,
+)
 from dspark.scheduler.json_file import refuse
 from dspark.scheduler.sts import StsFit, bootstrap_errors, fit_sts
 
@@ -28,12 +34,19 @@ class ClassReport:
     raw: np.ndarray
     plain: np.ndarray
     own: np.ndarray
-    floor: np.ndarray
+    floor: np.ndarray  # as if all blocks were independent
+    floor_of_prompts: np.ndarray  # as if only prompts were
+    held_out_prompts: int
 
     @property
     def within_bar(self) -> bool:
         """Whether every position is calibrated as well as so many blocks can tell, to one percent."""
         return bool((self.own <= self.floor + ALLOWED_ERROR).all())
+
+    @property
+    def within_noise_of_prompts(self) -> bool:
+        """The same as so many prompts can tell; ``within_bar`` is the stricter bar where their blocks go together."""
+        return bool((self.own <= self.floor_of_prompts + ALLOWED_ERROR).all())
 
     @property
     def plain_never_worse(self) -> bool:
@@ -142,7 +155,7 @@ def _report(
     fit = fit_sts(own.logits, own.labels, groups=codes, seed=seed, curves=True, held_out=HELD_OUT)
     identity = Calibration.identity(blocks.logits.shape[1])
     held, unseen = own.at(fit.reported), own.at(reported[rows])  # unseen by its own fit; by that of all classes
-    after = survival_from(held.logits, fit.calibration)
+    after, prompts = survival_from(held.logits, fit.calibration), codes[fit.reported]
     return ClassReport(
         sampling_temperature=temperature,
         fit=fit,
@@ -151,4 +164,6 @@ def _report(
         plain=calibration_error(survival_from(unseen.logits, plain), unseen.labels),
         own=calibration_error(after, held.labels),
         floor=noise_floor(after, held.labels),
+        floor_of_prompts=noise_floor_of_prompts(after, held.labels, prompts),
+        held_out_prompts=np.unique(prompts).size,
     )

@@ -22,9 +22,9 @@ def table(report: ClassReport) -> Table:
     title = f"Temperature {report.sampling_temperature:g}: calibration error of {report.held_out:,} held-out blocks"
     found = Table(title=title, title_justify="left", box=box.SIMPLE)
     became = [f"{raw:g} becomes" for raw in _SHOWN]
-    for name in ("position", "raw", "one vector", "this class", "noise floor", "T", *became):
+    for name in ("position", "raw", "one vector", "this class", "noise floor", "of prompts", "T", *became):
         found.add_column(name, justify="right")
-    rows = zip(report.raw, report.plain, report.own, report.floor, strict=True)
+    rows = zip(report.raw, report.plain, report.own, report.floor, report.floor_of_prompts, strict=True)
     fit = report.fit.calibration
     confidences = confidence_of(logit(_SHOWN)[:, None] * np.ones(fit.temperatures.size), fit)
     for k, errors in enumerate(rows):
@@ -42,6 +42,14 @@ def sentences(fitted: Fitted) -> list[str]:
         said.append(
             f"temperature {one.sampling_temperature:g}: at most {worst:+.2%} over the noise floor, {holds} "
             f"{ALLOWED_ERROR:.0%}; one vector is {'never' if one.plain_never_worse else 'somewhere'} worse than raw"
+        )
+    for one in fitted.classes:
+        worst = float((one.own - one.floor_of_prompts).max())
+        holds = "within" if one.within_noise_of_prompts else "NOT within"
+        said.append(
+            f"temperature {one.sampling_temperature:g}: {holds} {ALLOWED_ERROR:.0%} of the noise of the "
+            f"{one.held_out_prompts:,} held-out prompts, at most {worst:+.2%} over it (blocks of one prompt go wrong "
+            "together; the noise floor before takes them for independent)"
         )
     if fitted.pull < 1 or fitted.first > 0:
         said.append(
@@ -66,10 +74,13 @@ def figures(fitted: Fitted) -> dict[str, Any]:
                 "ece_raw": one.raw.tolist(),
                 "ece_plain": one.plain.tolist(),
                 "ece": one.own.tolist(),
+                "held_out_prompts": one.held_out_prompts,
                 "noise_floor": one.floor.tolist(),
+                "noise_floor_of_prompts": one.floor_of_prompts.tolist(),
                 "temperatures": one.fit.calibration.temperatures.tolist(),
                 "curves": _curves(one.fit.calibration),
                 "within_bar": one.within_bar,
+                "within_noise_of_prompts": one.within_noise_of_prompts,
                 "plain_never_worse": one.plain_never_worse,
             }
             for one in fitted.classes

@@ -157,6 +157,8 @@ def _shards(stem: str) -> list[Path]:
 
 def _file(args: argparse.Namespace, fitted: Fitted, provenance: StsProvenance) -> str:
     names = [path.name for path in args.prompts] if args.prompts else ["shipped prompts"]
-    classes = tuple(sts_class(one.sampling_temperature, one.fit) for one in fitted.classes)
+    classes = tuple(
+        sts_class(one.sampling_temperature, one.fit, one.floor_of_prompts.tolist()) for one in fitted.classes
+    )
     known = provenance.model_copy(update={"classes": classes})
     return to_json(fitted.plain, dataset=", ".join(names), provenance=known)

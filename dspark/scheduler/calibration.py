@@ -14,6 +14,7 @@ from dataclasses import dataclass
 import numpy as np
 
 BINS = 15
+FLOOR_DRAWS = 200  # of prompts
 
 
 @dataclass(frozen=True, eq=False)
@@ -103,6 +104,35 @@ def noise_floor(predicted: np.ndarray, labels: np.ndarray) -> np.ndarray:
     count, gamma = predicted.shape
     variance = np.bincount(bins(predicted).ravel(), ((labels - predicted) ** 2).ravel(), minlength=gamma * BINS)
     return np.sqrt(2 / np.pi * variance).reshape(gamma, BINS).sum(axis=1) / count
+
+
+def noise_floor_of_prompts(predicted: np.ndarray, labels: np.ndarray, prompts: np.ndarray, seed: int = 0) -> np.ndarray:
+    """[G] float64: ``noise_floor`` where blocks of one prompt go wrong together and only prompts are independent.
+
+    Prompts are drawn anew, as many as there are and each with all its blocks. A draw's noise is how far the mean error
+    of its bins is from that of the same bin in all rows, weighted like the calibration error; the floor is the mean
+    over the draws. An error that all prompts share is no noise and stays out, and so does what a fit took from the
+    chance of its own prompts. A bin of one prompt shows none either.
+
+    Args:
+        predicted, labels: [N, G] survival, and what came of it in [0, 1].
+        prompts: [N], equal for blocks of one prompt.
+        seed: of the draws.
+    """
+    gamma = predicted.shape[1]
+    found, prompt = np.unique(prompts, return_inverse=True)
+    count, width = found.size, gamma * BINS
+    cell = prompt[:, None] * width + bins(predicted)
+
+    def sums(weights: np.ndarray | None = None) -> np.ndarray:
+        return np.bincount(cell.ravel(), weights, minlength=count * width).reshape(count, width)
+
+    rows, errors = sums(), sums((labels - predicted).ravel())
+    shared = errors.sum(axis=0) / np.maximum(rows.sum(axis=0), 1)  # mean error of every bin
+    times = np.random.default_rng(seed).multinomial(count, np.full(count, 1 / count), FLOOR_DRAWS)
+    noise = np.abs(times @ (errors - shared * rows)).reshape(FLOOR_DRAWS, gamma, BINS).sum(axis=2)
+    drawn = times @ np.bincount(prompt)
+    return (noise / drawn[:, None]).mean(axis=0)
 
 
 def bins(predicted: np.ndarray) -> np.ndarray:

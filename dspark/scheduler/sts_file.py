@@ -45,6 +45,7 @@ class StsClass(BaseModel):
     ece_before: tuple[float, ...]
     ece_after: tuple[float, ...]
     noise_floor: tuple[float, ...]
+    noise_floor_of_prompts: tuple[float, ...] = ()  # none: of an older file
 
 
 class StsProvenance(BaseModel):
@@ -183,7 +184,7 @@ def _servable(calibration: Calibration, source: str) -> Calibration:
     return calibration
 
 
-def sts_class(sampling_temperature: float, fit: StsFit) -> StsClass:
+def sts_class(sampling_temperature: float, fit: StsFit, floor_of_prompts: Sequence[float] = ()) -> StsClass:
     """One class of the provenance block, from a fit on requests of one sampling temperature."""
     curves = fit.calibration.curves
     return StsClass(
@@ -195,6 +196,7 @@ def sts_class(sampling_temperature: float, fit: StsFit) -> StsClass:
         ece_before=tuple(fit.ece_before.tolist()),
         ece_after=tuple(fit.ece_after.tolist()),
         noise_floor=tuple(fit.noise_floor.tolist()),
+        noise_floor_of_prompts=tuple(floor_of_prompts),
     )
 
 
