@@ -35,12 +35,12 @@ def full_window_tiers(tiers: Sequence[int], window: int) -> list[int]:
 
 
 def slot_ladder(max_requests: int) -> list[int]:
-    """Batch sizes that are captured: all small ones, then within a quarter of each other, up to ``max_requests``."""
+    """Batch sizes that are captured: all small ones, then four per power of two, up to ``max_requests``."""
     sizes = [size for size in (1, 2, 3, 4, 6, 8, 12, 16, 20, 24, 32) if size < max_requests]
     size = 40
     while size < max_requests:
         sizes.append(size)
-        size = size * 5 // 4 // 8 * 8
+        size += (1 << (size.bit_length() - 1)) // 4
     return [*sizes, max_requests]
 
 

@@ -18,7 +18,7 @@ from tests.conftest import DRAFT
 from tests.e2e.conftest import DSPARK, record, serve, set_state, steps_of
 from tests.reference.decode import ReferenceDecoder
 
-REQUESTS, TOKENS = 8, 40
+REQUESTS, TOKENS = 8, 32
 
 
 @pytest.fixture(scope="module")
@@ -59,8 +59,10 @@ def test_greedy_text_and_drafts(server: ServerProcess, target: Path, depth: int)
     assert set_state(server, **pin)
     answers, rids = ask_all(server, ids, temperature=0)
     compared = 0
-    for prompt, answer, rid in list(zip(ids, answers, rids, strict=True))[:4]:
+    for number, (prompt, answer, rid) in enumerate(zip(ids, answers, rids, strict=True)):
         assert answer == reference.plain_greedy(prompt, TOKENS)
+        if number >= 2:
+            continue
         for step in steps_of(server, rid)[1:-1]:
             if len(step["drafts"]) > depth:  # with fewer requests blocks are whole
                 continue
@@ -69,9 +71,9 @@ def test_greedy_text_and_drafts(server: ServerProcess, target: Path, depth: int)
                 reference._prefill((prompt + answer)[: step["position"]])
                 assert step["drafts"] == reference._propose(step["anchor"], step["position"], 0.0, None)[0]
             compared += 1
-    assert compared > 30
+    assert compared > 12
     drawn = record(server)["schedule"]["drawn"]
-    assert drawn[str(depth)] > 10
+    assert drawn[str(depth)] > 8
     assert set_state(server, dspark_force_budget_frac=-1)
 
 
@@ -80,7 +82,7 @@ def test_sampled_requests_and_what_is_refused(server: ServerProcess) -> None:
     assert set_state(server, dspark_force_budget_frac=8.5 / 56, dspark_force_depth=2)
     answers, _ = ask_all(server, [[504, 2732, number + 400] for number in range(REQUESTS)], temperature=0.8, top_p=0.9)
     assert [len(answer) for answer in answers] == [TOKENS] * REQUESTS
-    assert record(server)["schedule"]["drawn"]["2"] > 10
+    assert record(server)["schedule"]["drawn"]["2"] > 8
     counters = record(server)["counters"]
     fates = ("accepted", "rejected", "unreached", "trimmed")
     assert counters["proposed"] == sum(counters[name] for name in fates)
