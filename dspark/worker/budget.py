@@ -199,7 +199,8 @@ class BudgetScheduler:
             return
         requests, drafts = survival.shape[0], self.plan.budget
         whole = self._learner.costs.predicted(True, requests, self.plan.tier, context_tokens)
-        if self._step % FULL_EVERY:
+        limit = self._policy.slo_step_seconds
+        if self._step % FULL_EVERY or (limit is not None and whole > limit >= self.plan.predicted_seconds):
             self._saved_seconds = max(whole - self.plan.predicted_seconds, 0.0)
             return
         admitted = -ranked(survival)[:drafts]

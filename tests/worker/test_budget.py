@@ -164,7 +164,7 @@ def test_statistics_are_sums() -> None:
     assert budgets.statistics()["steps"] == 0
 
 
-def shallow_scheduler(saved: float) -> BudgetScheduler:
+def shallow_scheduler(saved: float, policy: Policy | None = None) -> BudgetScheduler:
     """Of batches of ten with captured graphs, for which drawing three of five drafts saves ``saved`` seconds."""
     ladder = tier_ladder(16, 6)
     return BudgetScheduler(
@@ -173,6 +173,7 @@ def shallow_scheduler(saved: float) -> BudgetScheduler:
         relay=ConfidenceRelay(HostBuffers(64, 5, "cpu"), 5),
         costs=TierCosts(steep(), ladder, 5),
         graph_tiers=ladder,
+        policy=policy,
         depths=DraftDepths((3,), np.array([8, 16]), np.array([[saved], [saved]])),
     )
 
@@ -230,6 +231,23 @@ def test_a_step_that_found_no_graph_says_nothing_of_short_blocks() -> None:
         budgets.publish(survival, planned.tier, None)  # whole blocks
     assert planned.depth == 3
     assert [step.short for step in budgets._trust._steps] == [None] * 4
+
+
+def test_no_block_is_whole_for_its_own_sake_beyond_the_step_time_limit() -> None:
+    survival = 0.85 ** torch.arange(1, 6).expand(10, 5).float()
+    free = shallow_scheduler(0.002)
+    run_ten(free, survival)
+    assert free.plan is not None
+    assert free.plan.depth == 3
+    policy = Policy(slo_step_seconds=free.plan.predicted_seconds + 0.001)
+    limited, drawn = shallow_scheduler(0.002, policy), []
+    for _ in range(2 * FULL_EVERY):
+        budget = limited.decide(np.arange(10), np.ones(10, dtype=np.int64), 0.0)
+        assert limited.plan is not None
+        assert limited.plan.predicted_seconds <= policy.slo_step_seconds
+        drawn.append(budget.depth)
+        limited.publish(survival, budget.tier, budget.depth)
+    assert drawn[FULL_EVERY - 1] == 3
 
 
 def run_ten(budgets: BudgetScheduler, survival: torch.Tensor, steps: int = 8) -> list[StepBudget]:
