@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import shlex
 import statistics
 import sys
 import tempfile
@@ -118,25 +119,23 @@ def measured(args: argparse.Namespace, report: Report, console: Console) -> None
         big = serve_arguments(args, args.big, args.big_flags, Path(stack.enter_context(tempfile.TemporaryDirectory())))
         results = serve.Results(big.out, args.command)
         running = start_all(big, serve_arms.engines(big), results, stack)
-        server = running[OURS]._server
+        ours = running[OURS]
         later = {engine: split_cells(one, args.cells) for engine, one in running.items()}
         with report.part("large model, batches that the device sets the pace of"):
             report.failures += serve.measure_all(big, running, console)
-        bench = running[OURS]._bench or serve_cells.Bench(big, server)
         with report.part("prediction"):
-            serve_arms.select_level(server, "middle")
-            report.write("prediction", big, **predicted(args.contexts, big, server))
+            ours.bench.select("middle")
+            report.write("prediction", big, **predicted(args.contexts, big, ours.server))
         if not args.brief:
             with report.part("short blocks"):
-                report.write("short_blocks_steps", big, rows=short_blocks(big, server, bench))
+                report.write("short_blocks_steps", big, rows=short_blocks(big, ours.bench))
         small = small_model(args, stack, report)
-        bench._level = None  # the parts in between have changed it
         for engine, cells in later.items():
             running[engine].cells += cells
         with report.part("large model, large batches"):
             report.failures += serve.measure_all(big, running, console)
             serve.finish(results, console)
-            report.write("schedule_big", big, schedule=prediction.schedule_of(server))
+            report.write("schedule_big", big, schedule=prediction.schedule_of(ours.server))
         with report.part("small model, live"):
             own, found, servers = small
             report.failures += serve.measure_all(own, servers, console)
@@ -162,31 +161,31 @@ def small_model(
     while args.wait_for is not None and not args.wait_for.exists():
         time.sleep(1.0)
     with report.part("cost of counting"):
-        server = running[OURS]._server
-        bench = serve_cells.Bench(small, server)
+        ours = running[OURS]
         tokens, small.tokens, repeats, small.repeats = small.tokens, 2 * small.tokens, small.repeats, 13
-        rows = [overhead.compare(small, server, bench, batch) for batch in (64, 1) if batch <= max(small.batches)]
+        rows = [
+            overhead.compare(small, ours.server, ours.bench, batch) for batch in (64, 1) if batch <= max(small.batches)
+        ]
         report.write("overhead", small, bar=overhead.BAR, rows=rows)
         small.tokens, small.repeats = tokens, repeats
     return small, results, running
 
 
-def short_blocks(args: argparse.Namespace, server: ServerProcess, bench: serve_cells.Bench) -> list[dict[str, Any]]:
+def short_blocks(args: argparse.Namespace, bench: serve_cells.Bench) -> list[dict[str, Any]]:
     """Step times of pinned rows, from blocks of several lengths."""
-    serve_arms.select_level(server, "hopeless")  # a round holds the most steps where nothing is accepted
+    bench.select("hopeless")  # a round holds the most steps where nothing is accepted
     rows = []
     for batch, pins in PINNED.items():
         for count, depth in pins if batch <= max(args.batches) else ():
             fraction = min(1.0, (count - batch + 0.5) / (batch * args.gamma))
-            short = -1 if depth == args.gamma else depth
-            server.set_state(dspark_force_budget_frac=fraction, dspark_force_depth=short)
+            bench.pin(fraction, dspark_force_depth=-1 if depth == args.gamma else depth)
             bench.run(batch, 4 * args.log_interval)
             found = bench.run(batch, 2 * args.log_interval * (args.repeats + 1))
             steps = [one.step_seconds * 1e3 for one in found]
             rows.append({"batch": batch, "rows": count, "depth": depth, "step_ms": steps})
             middle = statistics.median(steps) if steps else float("nan")
             print(f"batch {batch}, {count} rows, blocks of {depth} drafts: step {middle:.2f} ms", flush=True)
-    server.set_state(dspark_force_budget_frac=-1)
+    bench.pin(None)
     return rows
 
 
@@ -231,7 +230,7 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
 
 def main(argv: Sequence[str] | None = None) -> int:
     args = parse_arguments(argv)
-    args.command = "python -m benchmarks.half_hour --target TARGET --draft examples/smollm2-135m-dspark --out-dir OUT"
+    args.command = "python -m benchmarks.half_hour " + shlex.join(sys.argv[1:] if argv is None else argv)
     report, console = Report(args.out_dir), Console(width=180, highlight=False, soft_wrap=True)
     with report.part("all"):
         measured(args, report, console)

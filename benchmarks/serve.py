@@ -117,21 +117,20 @@ class Running:
             )
         self.cells = cells_of(args, engine, results)
         self._args, self._engine, self._results = args, engine, results
-        self._server = serve_arms.start(args, engine, table)
-        self._bench: serve_cells.Bench | None = None
+        self.server = serve_arms.start(args, engine, table)
 
     def __enter__(self) -> Running:
         """Raises: HostError: the server does not start."""
-        self._server.__enter__()
+        self.server.__enter__()
+        self.bench = serve_cells.Bench(self._args, self.server)
         return self
 
     def __exit__(self, *error: Any) -> None:
-        self._server.__exit__(*error)
+        self.server.__exit__(*error)
 
     def measure(self, cell: serve_cells.Cell, console: Console) -> None:
         """Measure one cell and write it down; after the last one, what the server says of itself."""
-        self._bench = self._bench or serve_cells.Bench(self._args, self._server)
-        entry = self._bench.measure(cell)
+        entry = self.bench.measure(cell)
         self._results.add(cell.kind, {"model": self._args.model, **entry})
         self.cells.remove(cell)
         console.print(f"{self._engine}, {len(self.cells)} cells left: {serve_cells.describe(entry)}")
@@ -141,9 +140,9 @@ class Running:
     def _finish(self) -> None:
         args, name = self._args, f"{self._args.model} {self._engine}"
         if args.cross_check:
-            found = cross_check(args, self._server)
+            found = cross_check(args, self.server)
             self._results.add("checks", {"model": args.model, "engine": self._engine, **found})
-        self._results.value.setdefault("servers", {})[name] = serve_cells.server_facts(self._server)
+        self._results.value.setdefault("servers", {})[name] = serve_cells.server_facts(self.server)
         self._results.write()
 
 

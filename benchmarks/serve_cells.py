@@ -98,10 +98,8 @@ class Bench:
     def _prepare(self, cell: Cell) -> None:
         args = self._args
         # Step times do not depend on what is accepted; without accepted drafts a round holds the most steps.
-        level = cell.acceptance or "hopeless"
-        if cell.arm.startswith("dspark") and not args.real and level != self._level:
-            serve_arms.select_level(self._server, level)
-            self._level = level
+        if cell.arm.startswith("dspark") and not args.real:
+            self.select(cell.acceptance or "hopeless")
         pin = None
         if cell.budget is not None and cell.arm != "builtin-static" and not (args.own_static and "static" in cell.arm):
             # Both servers compute K = floor(f * R * gamma) in floats: half a draft more is the same K.
@@ -109,8 +107,18 @@ class Bench:
         elif cell.arm == "dspark-static" and not args.own_static:
             pin = _FULL
         if pin != self._pin:
-            self._server.set_state(dspark_force_budget_frac=_UNPIN if pin is None else pin)
-            self._pin = pin
+            self.pin(pin)
+
+    def select(self, level: str) -> None:
+        """Replay a level from now on; our server only."""
+        if level != self._level:
+            serve_arms.select_level(self._server, level)
+            self._level = level
+
+    def pin(self, fraction: float | None, **more: float) -> None:
+        """Pin the budget from now on, or end that; ``more``: keys that our server takes beside it."""
+        self._server.set_state(dspark_force_budget_frac=_UNPIN if fraction is None else fraction, **more)
+        self._pin = fraction
 
     def _live(self, cell: Cell) -> dict[str, Any]:
         tokens = self._args.tokens

@@ -33,23 +33,28 @@ def table(report: ClassReport) -> Table:
     return found
 
 
+def _worst(excess: np.ndarray) -> str:
+    return f"{excess.max():+.2%}"
+
+
+def _holds(within: bool) -> str:
+    return f"{'within' if within else 'NOT within'} {ALLOWED_ERROR:.0%}"
+
+
 def sentences(fitted: Fitted) -> list[str]:
     """The verdict in words."""
     said = []
     for one in fitted.classes:
-        worst = float((one.own - one.floor).max())
-        holds = "within" if one.within_bar else "NOT within"
         said.append(
-            f"temperature {one.sampling_temperature:g}: at most {worst:+.2%} over the noise floor, {holds} "
-            f"{ALLOWED_ERROR:.0%}; one vector is {'never' if one.plain_never_worse else 'somewhere'} worse than raw"
+            f"temperature {one.sampling_temperature:g}: at most {_worst(one.own - one.floor)} over the noise floor, "
+            f"{_holds(one.within_bar)}; one vector is {'never' if one.plain_never_worse else 'somewhere'} "
+            "worse than raw"
         )
     for one in fitted.classes:
-        worst = float((one.own - one.floor_of_prompts).max())
-        holds = "within" if one.within_noise_of_prompts else "NOT within"
         said.append(
-            f"temperature {one.sampling_temperature:g}: {holds} {ALLOWED_ERROR:.0%} of the noise of the "
-            f"{one.held_out_prompts:,} held-out prompts, at most {worst:+.2%} over it (blocks of one prompt go wrong "
-            "together; the noise floor before takes them for independent)"
+            f"temperature {one.sampling_temperature:g}: {_holds(one.within_noise_of_prompts)} of the noise of the "
+            f"{one.held_out_prompts:,} held-out prompts, at most {_worst(one.own - one.floor_of_prompts)} over it "
+            "(blocks of one prompt go wrong together; the noise floor before takes them for independent)"
         )
     if fitted.pull < 1 or fitted.first > 0:
         said.append(
