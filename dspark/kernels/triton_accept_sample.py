@@ -130,11 +130,10 @@ def _winner(
     weights = tl.maximum(p_row - q_row, 0.0)
     left = tl.max(weights, axis=1) > 0
     weights = tl.where(left[:, None], weights, p_row)
-    keys = (first + request * 0).to(tl.int64) ^ 0xFFFFFFFF  # score 0 in the first column
-    if tl.max(weights) > 0:
-        seed, position = tl.load(rule.seeds + request), tl.load(rule.positions + request)
-        noise = exponentials(seed, position, accepted.to(tl.int64), first, RESIDUAL, TILE)
-        keys = best_score(over(weights, noise), column, inside, 1)
+    # Hardly any tile is without a candidate, so the noise of all is drawn, while their rows are on the way.
+    seed, position = tl.load(rule.seeds + request), tl.load(rule.positions + request)
+    noise = exponentials(seed, position, accepted.to(tl.int64), first, RESIDUAL, TILE)
+    keys = best_score(over(weights, noise), column, inside, 1)
     return tl.where(left, keys, keys + -0x8000000000000000)
 
 

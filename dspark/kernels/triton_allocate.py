@@ -1,9 +1,9 @@
 """Verify lengths and row offsets from the confidences, in one launch of one program.
 
-Every draft gets a key of its own: the bits of its survival (which order as integers, being floats in [0, 1]), then the
-complement of its place when drafts are listed position by position. So no two keys are equal, ties are already in the
-order of the rule, and the K-th largest key is found bit by bit: a key is at least the threshold exactly if its draft
-is one of the K. Counting is all that happens, so the result does not depend on rounding or on the launch.
+The survivals, floats in [0, 1], order as the integers that their bits are. The K-th largest is found bit by bit, and
+among the drafts that equal it the last one with a place, in the order of the rule: position by position. Counting is
+all that happens, so the result does not depend on rounding or on the launch. Each count waits for the one before, so
+what a step of the search takes is what the launch takes: integers of 32 bits, few warps, one load.
 
 Source: DSpark paper, sections 3.2 and 5.2; the rule is that of ``dspark.kernels.allocate``.
 """
@@ -19,8 +19,7 @@ from dspark.kernels.triton_jit import constant, dense, jit, power_of_two, tl
 
 MAX_REQUESTS, MAX_GAMMA = 1024, 16
 _PLACE_BITS = constant(14)  # places below 1024 * 16
-_LAST_PLACE = constant((1 << 14) - 1)
-_KEY_BITS = constant(30 + 14)  # the bits of 1.0 fit in 30
+_BITS = constant(30)  # of 1.0
 
 
 class KeySpans(NamedTuple):
@@ -32,32 +31,36 @@ class KeySpans(NamedTuple):
 
 
 @jit
-def _survival_keys(
-    confidence_ptr,
-    survival_ptr,
-    row_stride,
-    column_stride,
-    live,
-    requests,
-    gamma,
-    ROWS: tl.constexpr,
-    COLS: tl.constexpr,
-):
-    """[ROWS, COLS] int64 keys of the live requests' drafts, -1 elsewhere; stores the survivals on the way."""
-    row, column = tl.arange(0, ROWS), tl.arange(0, COLS)
-    keys = tl.full((ROWS, COLS), -1, tl.int64)
-    product = tl.full((ROWS,), 1.0, tl.float64)  # as torch accumulates on a CPU
-    offset = row.to(tl.int64) * row_stride
-    for k in range(gamma):
-        confidence = tl.load(confidence_ptr + offset + k * column_stride, mask=row < requests, other=0.0)
-        confidence = confidence.to(tl.float32)
-        product *= tl.where((confidence >= 0) & (confidence <= 1), confidence, 0.0).to(tl.float64)  # False for NaN
-        running = product.to(tl.float32)
-        tl.store(survival_ptr + row * gamma + k, running, mask=row < requests)
-        bits = (running.to(tl.int32, bitcast=True) & 0x7FFFFFFF).to(tl.int64)  # a confidence of -0 is 0
-        key = (bits << _PLACE_BITS) | ((k * requests + row) ^ _LAST_PLACE)
-        keys = tl.where((column[None, :] == k) & live[:, None], key[:, None], keys)
-    return keys
+def _survivals(confidence, ROWS: tl.constexpr, COLS: tl.constexpr):
+    """[ROWS, COLS] float32 products from the left, as torch accumulates on a CPU; a confidence that is none counts as 0."""
+    column = tl.arange(0, COLS)[None, :]
+    usable = tl.where((confidence >= 0) & (confidence <= 1), confidence, 0.0)  # False for NaN
+    product, found = tl.full((ROWS,), 1.0, tl.float64), usable
+    for k in range(COLS):
+        product *= tl.max(tl.where(column == k, usable, -1.0), axis=1).to(tl.float64)  # a sum would lose a -0
+        found = tl.where(column >= k, product.to(tl.float32)[:, None], found)
+    return found
+
+
+@jit
+def _picked(bits, place, budget):
+    """[N, C] bool: the ``budget`` drafts of largest ``bits`` [N, C] int32, of the lowest places among equals.
+
+    Drafts that cannot be picked have bits -1; ``budget`` is at most the number of the others.
+    """
+    threshold = tl.full((), 0, tl.int32)
+    for step in range(_BITS):
+        candidate = threshold | (tl.full((), 1, tl.int32) << (_BITS - 1 - step))
+        threshold = tl.where(tl.sum((bits >= candidate).to(tl.int32)) >= budget, candidate, threshold)
+    picked, equal = bits >= threshold, bits == threshold
+    surplus = tl.sum(picked.to(tl.int32)) - budget
+    if surplus > 0:  # of the equal ones, the last places stay out
+        first = tl.full((), 0, tl.int32)  # of them: the largest place from which on there are as many
+        for step in range(_PLACE_BITS):
+            candidate = first | (tl.full((), 1, tl.int32) << (_PLACE_BITS - 1 - step))
+            first = tl.where(tl.sum((equal & (place >= candidate)).to(tl.int32)) >= surplus, candidate, first)
+        picked = picked & ((bits > threshold) | (place < first))
+    return picked & (budget > 0)
 
 
 @jit
@@ -78,19 +81,20 @@ def _allocate_kernel(
     ROWS: tl.constexpr,
     COLS: tl.constexpr,
 ):
-    row = tl.arange(0, ROWS)
+    row, column = tl.arange(0, ROWS), tl.arange(0, COLS)[None, :]
     live = row < requests
+    inside = live[:, None] & (column < gamma)
+    confidence = confidence_ptr + row.to(tl.int64)[:, None] * row_stride + column * column_stride
+    confidence = tl.load(confidence, mask=inside, other=0.0).to(tl.float32)
     if HAS_LIVE:
         live = live & (tl.load(live_ptr + row, mask=live, other=0).to(tl.int32) != 0)
     drafts = tl.sum(live.to(tl.int32), axis=0) * gamma
     budget = tl.minimum(tl.maximum(tl.load(budget_ptr), 0), drafts).to(tl.int32)
-    keys = _survival_keys(confidence_ptr, survival_ptr, row_stride, column_stride, live, requests, gamma, ROWS, COLS)
-    threshold = tl.full((), 0, tl.int64)
-    for step in range(_KEY_BITS):
-        candidate = threshold | (tl.full((), 1, tl.int64) << (_KEY_BITS - 1 - step))
-        count = tl.sum((keys >= candidate).to(tl.int32))
-        threshold = tl.where(count >= budget, candidate, threshold)
-    picked = (keys >= threshold) & (budget > 0)
+    survival = _survivals(confidence, ROWS, COLS)
+    tl.store(survival_ptr + row[:, None] * gamma + column, survival, mask=inside)
+    bits = survival.to(tl.int32, bitcast=True) & 0x7FFFFFFF  # a confidence of -0 is 0
+    bits = tl.where(live[:, None] & (column < gamma), bits, -1)
+    picked = _picked(bits, column * requests + row[:, None], budget)
     lens = tl.where(live, 1 + tl.sum(picked.to(tl.int32), axis=1), 0)
     tl.store(lens_ptr + row, lens, mask=row < requests)
     tl.store(offsets_ptr + row + 1, tl.cumsum(lens, axis=0), mask=row < requests)
@@ -189,5 +193,5 @@ def allocate_lengths_triton(
         HAS_SPANS=spans is not None,
         ROWS=rows,
         COLS=columns,
-        num_warps=min(16, max(4, rows * columns // 512)),
+        num_warps=min(16, max(1, rows * columns // 512)),
     )
