@@ -4,8 +4,9 @@
 
 A large model with dummy weights and replayed acceptance (``--big``): no speculation, the built-in and ours on the GPU
 together (``benchmarks.serve``), at the levels and batches where ours could lose; predicted step times over contexts
-(``benchmarks.prediction``) and step times of short blocks on our server. The model of ``--target`` with its drafter and
-real prompts: the cost of counting (``benchmarks.overhead``), then live throughput of the three arms.
+(``benchmarks.prediction``), step times of short blocks and the kernels of a step on our server. The model of
+``--target`` with its drafter and real prompts: the cost of counting (``benchmarks.overhead``), then live throughput.
+``--only big`` or ``small`` leaves the other model out.
 
 A part that fails is named at the end and does not cost the others their time. The last line is JSON.
 """
@@ -23,12 +24,13 @@ import traceback
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from rich.console import Console
 
-from benchmarks import machine, overhead, prediction, serve, serve_arms, serve_cells
+from benchmarks import machine, overhead, prediction, serve, serve_arms, serve_cells, traces
 from dspark.demo.server import ServerProcess, default_device, ending_signals_raise
 
 OURS = "dspark-compact"
@@ -45,6 +47,9 @@ CELLS = {
 }
 # Batch -> verified rows and the drafts of each block: what short blocks save.
 PINNED = {32: ((96, 7), (96, 4), (64, 2)), 64: ((192, 7), (192, 4), (128, 2)), 128: ((1024, 7), (256, 7), (256, 2))}
+PROFILED = {64: ((128, 2),), 128: ((1024, 7), (256, 2))}  # as PINNED, for the kernels of a step
+PROFILED_STEPS = 20
+ROUNDS = 31  # of the cost of counting: it is smaller than what rounds differ by
 CONTEXTS = ((1, 1024), (4, 1024), (1, 8192), (4, 8192), (1, 32768))  # batch, prompt tokens
 
 
@@ -116,6 +121,9 @@ def measured(args: argparse.Namespace, report: Report, console: Console) -> None
     """Both models, the parts that a busy host disturbs least first; ``--wait-for`` a file before the others."""
     with ExitStack() as stack:
         stack.enter_context(ending_signals_raise())
+        if args.only == "small":
+            live_part(*small_model(args, stack, report), report, console)
+            return
         big = serve_arguments(args, args.big, args.big_flags, Path(stack.enter_context(tempfile.TemporaryDirectory())))
         results = serve.Results(big.out, args.command)
         running = start_all(big, serve_arms.engines(big), results, stack)
@@ -129,17 +137,31 @@ def measured(args: argparse.Namespace, report: Report, console: Console) -> None
         if not args.brief:
             with report.part("short blocks"):
                 report.write("short_blocks_steps", big, rows=short_blocks(big, ours.bench))
-        small = small_model(args, stack, report)
+            if args.device != "cpu":
+                with report.part("kernels of a step"):
+                    report.write("kernels_of_a_step", big, rows=kernels_of_steps(big, ours))
+        small = None if args.only == "big" else small_model(args, stack, report)
         for engine, cells in later.items():
             running[engine].cells += cells
         with report.part("large model, large batches"):
             report.failures += serve.measure_all(big, running, console)
             serve.finish(results, console)
             report.write("schedule_big", big, schedule=prediction.schedule_of(ours.server))
-        with report.part("small model, live"):
-            own, found, servers = small
-            report.failures += serve.measure_all(own, servers, console)
-            serve.finish(found, console)
+        if small is not None:
+            live_part(*small, report, console)
+
+
+def live_part(
+    args: argparse.Namespace,
+    results: serve.Results,
+    servers: dict[str, serve.Running],
+    report: Report,
+    console: Console,
+) -> None:
+    """Throughput of the small model."""
+    with report.part("small model, live"):
+        report.failures += serve.measure_all(args, servers, console)
+        serve.finish(results, console)
 
 
 def split_cells(one: serve.Running, asked: dict[str, Sequence[int]]) -> list[serve_cells.Cell]:
@@ -157,12 +179,17 @@ def small_model(
     flags = ["--target", str(args.target), "--draft", str(args.draft), *args.small_flags]
     small = serve_arguments(args, "smollm2", flags, Path(stack.enter_context(tempfile.TemporaryDirectory())))
     results = serve.Results(small.out, args.command)
-    running = start_all(small, serve_arms.engines(small), results, stack)
+    # The built-in's compact arm gets the table that ours has measured.
+    first, *more = [group for group in serve_arms.groups(small) if group != [OURS]]
+    running = start_all(small, [*first, OURS], results, stack)
+    for group in more:
+        with report.part(f"start of {', '.join(group)}"):
+            running |= start_all(small, group, results, stack)
     while args.wait_for is not None and not args.wait_for.exists():
         time.sleep(1.0)
     with report.part("cost of counting"):
         ours = running[OURS]
-        tokens, small.tokens, repeats, small.repeats = small.tokens, 2 * small.tokens, small.repeats, 13
+        tokens, small.tokens, repeats, small.repeats = small.tokens, 2 * small.tokens, small.repeats, ROUNDS
         rows = [
             overhead.compare(small, ours.server, ours.bench, batch) for batch in (64, 1) if batch <= max(small.batches)
         ]
@@ -189,6 +216,23 @@ def short_blocks(args: argparse.Namespace, bench: serve_cells.Bench) -> list[dic
     return rows
 
 
+def kernels_of_steps(args: argparse.Namespace, one: serve.Running) -> list[dict[str, Any]]:
+    """What the GPU does in pinned steps, kernel by kernel."""
+    one.bench.select("hopeless")
+    rows = []
+    for batch, pins in PROFILED.items():
+        for count, depth in pins if batch <= max(args.batches) else ():
+            fraction = min(1.0, (count - batch + 0.5) / (batch * args.gamma))
+            one.bench.pin(fraction, dspark_force_depth=-1 if depth == args.gamma else depth)
+            tokens = 4 * PROFILED_STEPS + 60  # half a second passes before the trace begins
+            work = partial(one.bench.run, batch, tokens)
+            trace = traces.record(one.server, work, PROFILED_STEPS, with_cpu=False)
+            rows.append({"batch": batch, "rows": count, "depth": depth, **trace.times(), "top": trace.top_kernels()})
+            print(f"batch {batch}, {count} rows, blocks of {depth} drafts: {trace.times()}", flush=True)
+    one.bench.pin(None)
+    return rows
+
+
 def predicted(contexts: Sequence[tuple[int, int]], args: argparse.Namespace, server: ServerProcess) -> dict[str, Any]:
     """One pass over the cells that warms up, then two that count."""
     rows = []
@@ -212,6 +256,7 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     add("--wait-for", type=Path, metavar="FILE", help="before what needs a quiet host")
     add("--arms", default=ARMS)
     add("--cells", type=cells_argument, default=CELLS, metavar="LEVEL:BATCH,...;...", help="of the large model")
+    add("--only", choices=("big", "small"), help="one model")
     add("--brief", action="store_true", help="of the large model throughput only")
     add("--big", default="qwen3-8b", help="name of shapes with dummy weights")
     add("--big-flags", type=str.split, help="of benchmarks.serve, one string")

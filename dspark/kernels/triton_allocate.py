@@ -32,7 +32,7 @@ class KeySpans(NamedTuple):
 
 @jit
 def _survivals(confidence, ROWS: tl.constexpr, COLS: tl.constexpr):
-    """[ROWS, COLS] float32 products from the left, as torch accumulates on a CPU; a confidence that is none counts as 0."""
+    """[ROWS, COLS] float32 products from the left, as torch has them on a CPU; what is no confidence counts as 0."""
     column = tl.arange(0, COLS)[None, :]
     usable = tl.where((confidence >= 0) & (confidence <= 1), confidence, 0.0)  # False for NaN
     product, found = tl.full((ROWS,), 1.0, tl.float64), usable
