@@ -1,8 +1,9 @@
-"""The captured verify step without its two networks: allocation, packing, acceptance, and what leaves the step.
+"""The captured verify step without its two networks: packing, acceptance, and what leaves the step.
 
 ``StaticStep.verify`` runs as a server captures it, over a target that returns logits at hand and a drafter whose matrix
 products are left out of the injection: what remains of that are norms, rotary embedding and KV writes. Everything else
-beyond the target's forward and LM head is there. Batches are full: every request with a window of G + 1 rows.
+beyond the target's forward and LM head is there but the split of the budget, a launch with a bar of its own, which only
+the torch reference does. Batches are full: every request with a window of G + 1 rows.
 """
 
 from __future__ import annotations
@@ -66,6 +67,17 @@ class Drafter:
 
     def inject(self, features: torch.Tensor, positions: torch.Tensor, slots: torch.Tensor) -> None:
         self._inject(self._kv, self._norms, 1e-6, self._table, positions, slots, self._caches)
+
+
+class Tail(FusedStep):
+    """The step whose budget was split before."""
+
+    _kept: Any = None
+
+    def split(self, batch: DecodeBatch, budget: StepBudget) -> Any:
+        if self._kept is None:
+            self._kept = super().split(batch, budget)
+        return self._kept
 
 
 class TorchStep(DecodeStep):
@@ -150,7 +162,7 @@ def tail(
     buffers = filled_buffers(requests, gamma, vocab, kind, device)
     logits = [target_logits(buffers, vocab) for _ in range(COPIES)]
     drafters = [Drafter(tier, vocab, device, inject) for inject in (kv_inject, kv_inject_reference)]
-    fused = FusedStep(drafters[0], Target(logits), buffers)  # type: ignore[arg-type]
+    fused = Tail(drafters[0], Target(logits), buffers)  # type: ignore[arg-type]
     plain: Any = TorchStep(drafters[1], Target(logits), buffers)
     steps = [
         StaticStep(step, buffers, lambda slots: None, parameters(requests, device), full_windows=False)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 
@@ -179,3 +179,9 @@ class StepOutcome:
     accept: AcceptResult
     lengths: torch.Tensor  # [R] int64, after the commit
     ceiling: torch.Tensor | None  # [R] int32, what a full window would have committed; None if rows were left out
+    flat: Any = None  # of a captured step: ``FlatOutcome``, which all of this is in
+
+    @property
+    def next_anchor(self) -> torch.Tensor:
+        """[R] int64, the last committed token."""
+        return self.accept.next_anchor

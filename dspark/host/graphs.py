@@ -18,6 +18,7 @@ from tqdm import tqdm
 from dspark.config import Settings, VerifyMode
 from dspark.cuda_graph.capture import CudaGraphs, EagerGraphs, GraphSet
 from dspark.cuda_graph.ladder import full_window_tiers, slot_ladder, smallest_at_least, thinned, tier_ladder
+from dspark.cuda_graph.outcome import CapturedOutcome, FlatOutcome, HostCopies
 from dspark.cuda_graph.static import StepBuffers
 from dspark.cuda_graph.timing import StepTimer, seconds_per_call, worth_keeping
 from dspark.drafter.heads import ConfidenceScale, VanillaMarkovHead
@@ -27,12 +28,11 @@ from dspark.host.extras import StepExtras, compile_kernels
 from dspark.host.memory import free_bytes, requests_with_distributions, rows_with_logits
 from dspark.host.rank_group import Ranks
 from dspark.host.static_networks import PageTable, StaticDraftNet, StaticTargetNet
-from dspark.kernels.triton_accept_greedy import FlatResult
 from dspark.kernels.triton_allocate import MAX_GAMMA, MAX_REQUESTS
 from dspark.scheduler.cost import CostModel
 from dspark.scheduler.depth import LEAST_REQUESTS, depth_ladder
 from dspark.scheduler.probe_points import Point
-from dspark.types import AcceptResult, BlockProposal, StepBudget, StepOutcome, VerifyPlan
+from dspark.types import StepBudget, StepOutcome
 from dspark.worker.fused_step import FusedStep
 from dspark.worker.replay import Replay
 from dspark.worker.static_step import Sampling, Split, StaticStep
@@ -97,7 +97,7 @@ class StepGraphs:
         self._split_tiers = thinned(self._captured)  # tails take padding lightly, and every capture takes time
         self._split_slots = thinned(self._slots)
         self._graphs: GraphSet = _graph_set(device, self._ranks)
-        self.timer = StepTimer(device)
+        self.timer, self._copies = StepTimer(device), HostCopies(max_requests, spec.window, device)
         self.pruned: list[int] = []  # tiers that buy nothing
 
     def capture(self) -> None:
@@ -288,7 +288,9 @@ class StepGraphs:
             self._read_done()
         assert output is not None
         self.timer.stop((budget.draft, general, rows), note)
-        return self._outcome(output.clone(), slots, count, budget, kind), rows
+        flat = FlatOutcome(output.clone(), slots, self._copies)
+        confident = self._spec.has_confidence
+        return CapturedOutcome(flat, count, buffers, budget, sampled=kind != "greedy", confident=confident), rows
 
     def _split(self, split: Split, count: int, extras: StepExtras | None) -> torch.Tensor | None:
         """Forward and tail of a step of the general kind, and what the host has to do around the forward."""
@@ -303,23 +305,6 @@ class StepGraphs:
             # Without a draft a window has one row, but the outcome still has a place for each token of a full one.
             extras.keep(rows.logits, plan.packed.index[:count].expand(count, self._spec.window))
         return self._graphs.replay(("tail", split))
-
-    def _outcome(self, flat: torch.Tensor, slots: int, count: int, budget: StepBudget, kind: Sampling) -> StepOutcome:
-        """Views of a step's flat output (``StaticStep.flat``) for the ``count`` requests among its ``slots``."""
-        buffers, found, sampled = self.buffers, FlatResult.of(flat, slots, self._spec.window), kind != "greedy"
-        hidden = buffers.blocks(count) if sampled and budget.depth is None else None
-        proposal = BlockProposal(buffers.drafts[:count], None, None, hidden) if budget.draft else None
-        chances = found.chances[:count] if sampled and found.chances is not None else None
-        counts = found.accepted[:count], found.committed[:count], found.tokens[:count], found.next_anchor[:count]
-        known = budget.draft and self._spec.has_confidence
-        return StepOutcome(
-            proposal=proposal,
-            survival=buffers.survival[:count] if known else None,
-            plan=VerifyPlan(found.verify_lens[:count], buffers.windows[:count], None, full=not budget.packed),
-            accept=AcceptResult(*counts, chances=chances),
-            lengths=found.lengths[:count],
-            ceiling=found.ceiling[:count] if budget.draft and not budget.packed else None,
-        )
 
     def statistics(self) -> dict[str, Any]:
         """What ``/server_info`` shows: tiers, and device time of the steps."""

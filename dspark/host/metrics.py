@@ -1,7 +1,7 @@
 """What is observed of a running server: facts are noted at launch, and counted when the host has the results.
 
-Nothing waits for the device: the host copies a step's results in the background for its own use, two numbers more per
-request travel with them, and counting happens where it processes them.
+Nothing waits for the device: a step's results travel to the host in the background, those of a captured step in one
+copy for the host's use and ours, and counting happens where the host processes them.
 """
 
 from __future__ import annotations
@@ -10,15 +10,17 @@ import logging
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from sglang.srt.managers.schedule_batch import Req, ScheduleBatch
 from sglang.srt.managers.scheduler import GenerationBatchResult
 
+from dspark.cuda_graph.outcome import FlatOutcome
 from dspark.host import memory, meta_info
 from dspark.host.simulate import named_class
+from dspark.kernels.triton_accept_greedy import flat_parts
 from dspark.observe.calibration import BlockFacts, CalibrationWindows
 from dspark.observe.counters import StepCounters, StepCounts, StepFacts
 from dspark.observe.hidden_steps import Probe, StepTokens
@@ -34,6 +36,7 @@ from dspark.observe.prometheus import (
 )
 from dspark.observe.records import StepRecords, UserFacts
 from dspark.observe.wrong_draft import WrongDraft
+from dspark.types import StepOutcome
 from dspark.worker.budget import BudgetScheduler
 from dspark.worker.relay import Transfer
 
@@ -52,12 +55,24 @@ def to_host(tensor: torch.Tensor) -> torch.Tensor:
     return copy
 
 
+class Found(NamedTuple):
+    """Results of a step of R requests on the host; None where it has none of the kind."""
+
+    tokens: np.ndarray  # [R, W] int64
+    accepted: np.ndarray  # [R] int64, drafts
+    committed: np.ndarray  # [R] int64
+    windows: np.ndarray | None  # [R] int64, rows scheduled; None: as the facts say
+    ceiling: np.ndarray | None  # [R] int64
+    chances: np.ndarray | None  # [R, W] float32
+
+
 @dataclass
 class ObservedResult(GenerationBatchResult):
     """A step's results, with what is counted of them. Tensors are the device's until ``copy_to_cpu``."""
 
     observer: StepObserver | None = None
     facts: StepFacts | None = None
+    flat: FlatOutcome | None = None  # given: the tensors of the results are placeholders until they are on the host
     accepted: torch.Tensor | None = None  # [R] integers, drafts accepted
     temperatures: np.ndarray | None = None  # [R] float64, 0 for greedy requests
     windows: torch.Tensor | None = None  # [R] integers, rows scheduled; None: as ``facts`` say
@@ -69,17 +84,68 @@ class ObservedResult(GenerationBatchResult):
 
     def copy_to_cpu(self, *args: Any, **kwargs: Any) -> None:
         """Ours first: the host's copies end with the event that it waits for."""
-        if self.observer is None or not self.observer.counting:
+        if self.observer is not None and not self.observer.counting:
             self.observer = None
-            super().copy_to_cpu(*args, **kwargs)
-            return
-        if self.accepted is not None:
-            self.accepted = to_host(self.accepted)
-        if self.windows is not None:
-            self.windows = to_host(self.windows)
-        if self.chances is not None:
-            self.chances = to_host(self.chances)
+        if self.flat is not None:
+            self._copy_flat()
+        elif self.observer is not None:
+            self.accepted, self.windows, self.chances = (
+                None if each is None else to_host(each) for each in (self.accepted, self.windows, self.chances)
+            )
         super().copy_to_cpu(*args, **kwargs)
+
+    def _copy_flat(self) -> None:
+        """One copy instead of one of each: of what is on the host already, the host makes none."""
+        assert self.flat is not None
+        self.flat = self.flat._replace(flat=self.flat.copies.start(self.flat.flat))
+        tokens, (_, committed, _, _, windows, ceiling), _ = self._parts(self.flat.flat.numpy())
+        self.next_token_ids, self.accept_lens = torch.from_numpy(tokens.reshape(-1)), torch.from_numpy(committed)
+        for name, values in (("cap_lens", windows), ("block_accept_lens", ceiling)):
+            if getattr(self, name) is not None:
+                setattr(self, name, torch.from_numpy(values))
+
+    def _parts(self, values: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        assert self.flat is not None
+        assert self.facts is not None
+        assert self.speculative_num_draft_tokens is not None
+        count = self.facts.slots.shape[0]
+        return flat_parts(values, self.flat.requests, self.speculative_num_draft_tokens, count, np.float32)
+
+    def found(self) -> Found:
+        """The results, once they are on the host; of their own, since pinned memory is dear."""
+        if self.flat is not None:
+            tokens, (accepted, committed, _, _, windows, ceiling), chances = self._parts(self.flat.flat.numpy().copy())
+            return Found(
+                tokens,
+                accepted,
+                committed,
+                None if self.windows is None else windows,
+                None if self.block_accept_lens is None else ceiling,
+                None if self.chances is None else chances,
+            )
+        given: Any = self.next_token_ids, self.accepted, self.accept_lens, self.windows, self.block_accept_lens
+        counts: Any = (None if one is None else one.numpy().astype(np.int64) for one in given)
+        tokens, accepted, committed, windows, ceiling = counts
+        own = None if self.chances is None else self.chances.numpy().copy()
+        return Found(tokens.reshape(accepted.shape[0], -1), accepted, committed, windows, ceiling, own)
+
+
+def tensors_of(outcome: StepOutcome, *, chances: bool, ceiling: bool, windows: bool, trimmed: bool) -> dict[str, Any]:
+    """The tensors of an ``ObservedResult``; of a captured step none is asked for before all are on the host.
+
+    Args:
+        outcome: of the step.
+        chances, ceiling: whether they are wanted.
+        windows: whether the host wants the windows.
+        trimmed: whether some window is not the full one.
+    """
+    names = {"next_token_ids": True, "accept_lens": True, "accepted": True, "chances": chances}
+    names |= {"block_accept_lens": ceiling, "cap_lens": windows, "windows": trimmed}
+    if outcome.flat is not None:
+        return {name: outcome.flat.flat if wanted else None for name, wanted in names.items()} | {"flat": outcome.flat}
+    accept, lens = outcome.accept, outcome.plan.verify_lens
+    found = (accept.tokens.reshape(-1), accept.committed, accept.accepted, accept.chances, outcome.ceiling, lens, lens)
+    return {name: value if wanted else None for (name, wanted), value in zip(names.items(), found, strict=True)}
 
 
 class StepObserver:
@@ -124,27 +190,23 @@ class StepObserver:
             batch: its requests, as they are now: some may have ended while the step ran.
             tokens: what the host takes from the step for each request.
         """
-        facts, lens, temperatures = result.facts, result.accept_lens, result.temperatures
+        facts, temperatures, found = result.facts, result.temperatures, result.found()
         assert facts is not None
         assert temperatures is not None
-        assert result.accepted is not None
-        assert lens is not None
-        count = facts.slots.shape[0]
-        windows = np.full(count, self._window if facts.drafted else 1, dtype=np.int64)
-        if result.windows is not None:
-            windows = result.windows.numpy()
-        ceiling = None if result.block_accept_lens is None else result.block_accept_lens.numpy()
-        counts, now = StepCounts(windows, result.accepted.numpy(), ceiling), time.monotonic()
+        windows = found.windows
+        if windows is None:
+            windows = np.full(facts.slots.shape[0], self._window if facts.drafted else 1, dtype=np.int64)
+        counts, now = StepCounts(windows, found.accepted, found.ceiling), time.monotonic()
         self.counters.add(facts, counts, now)
         if self.ceiling is not None:
-            self.ceiling.add(_step_tokens(result, facts, counts, temperatures))
+            self.ceiling.add(_step_tokens(result, facts, found, windows, temperatures))
         survival = self._judge(result, counts, temperatures)
         if self.records is not None:
             self.records.add(facts, counts, survival, now, self._users(facts, batch, temperatures))
         taken = sum(map(len, tokens))
         # The host walks over its requests right here as well.
         ended = sum(len(run) for run, req in zip(tokens, batch.reqs, strict=True) if req.is_retracted or req.finished())
-        self.counters.deliver(taken - ended, ended, int(lens.sum()) - taken)
+        self.counters.deliver(taken - ended, ended, int(found.committed.sum()) - taken)
 
     def _users(self, facts: StepFacts, batch: ScheduleBatch, temperatures: np.ndarray) -> UserFacts:
         """What the requests of a step asked for; read once per request."""
@@ -201,19 +263,18 @@ class StepObserver:
 
         Drafts that are hardly ever accepted get a line of their own.
         """
-        sums = self.counters.statistics()
+        sums, tested, accepted = self.counters.brief()
         if self._wrong_draft is not None:
-            first = {name: counts[0] for name, counts in sums["positions"].items()}
-            warning = self._wrong_draft.look(first["tested"], first["accepted"])
+            warning = self._wrong_draft.look(tested, accepted)
             if warning is not None:
                 logger.warning("dspark: %s", warning)
         new = {name: sums[name] - self._logged.get(name, 0) for name in _LOGGED}
         self._logged = {name: sums[name] for name in _LOGGED}
         if new["request_steps"] <= 0:
             return None
-        tested, steps = max(new["tested"], 1), new["request_steps"]
+        steps, share = new["request_steps"], new["accepted"] / max(new["tested"], 1)
         return (
-            f"dspark: rows {new['rows'] / steps:.2f}, tested drafts accepted {new['accepted'] / tested:.2f}, "
+            f"dspark: rows {new['rows'] / steps:.2f}, tested drafts accepted {share:.2f}, "
             f"trimmed and all accepted {new['trimmed_all_accepted'] / steps:.2f}"
         )
 
@@ -227,17 +288,18 @@ class StepObserver:
         meta_info.attach(req, own)
 
 
-def _step_tokens(result: ObservedResult, facts: StepFacts, counts: StepCounts, temperatures: np.ndarray) -> StepTokens:
-    """Copies where the arrays lie in pinned memory, which would be held as long as the step waits."""
+def _step_tokens(
+    result: ObservedResult, facts: StepFacts, found: Found, windows: np.ndarray, temperatures: np.ndarray
+) -> StepTokens:
     return StepTokens(
         slots=facts.slots,
         generations=facts.generations,
         drafted=facts.drafted,
-        rows=counts.windows.astype(np.int64),
-        accepted=counts.accepted.astype(np.int64),
-        tokens=result.next_token_ids.numpy().reshape(facts.slots.shape[0], -1).copy(),
+        rows=windows,
+        accepted=found.accepted,
+        tokens=found.tokens,
         greedy=temperatures == 0,
-        chances=None if result.chances is None else result.chances.numpy().copy(),
+        chances=found.chances,
         probe=result.probe,
         whole=result.depth is None,
         short_planned=result.depth is not None or result.stands_in,

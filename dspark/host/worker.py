@@ -31,7 +31,7 @@ from dspark.host.draft_model import ARCHITECTURES, share_target_modules
 from dspark.host.extras import StepExtras, attach_prefill, mask_prefill, wanted
 from dspark.host.graphs import StepGraphs, build_graphs
 from dspark.host.measure import measured_cost, measured_depths
-from dspark.host.metrics import ObservedResult, StepObserver, export
+from dspark.host.metrics import ObservedResult, StepObserver, export, tensors_of
 from dspark.host.networks import HostDraftNet, HostTargetNet
 from dspark.host.rank_group import Ranks
 from dspark.host.rank_start import require_equal_ranks
@@ -45,6 +45,7 @@ from dspark.worker.budget import BudgetScheduler
 from dspark.worker.probes import CeilingProbes
 from dspark.worker.relay import Transfer
 from dspark.worker.replay import Replay
+from dspark.worker.static_step import Sampling
 from dspark.worker.step import DecodeStep, first_tokens
 
 logger = logging.getLogger("dspark")
@@ -90,7 +91,7 @@ class DSparkWorker(BaseSpecWorker):
         self._calibration = None if calibration is None else CalibrationClasses(calibration, self.device)
         if self._calibration is not None:
             self._draft_net.calibration = self._calibration.scale
-        calibrated, self._ranks = self._calibration is not None, Ranks(ps.tp_size)
+        calibrated, self._ranks, self._rank = self._calibration is not None, Ranks(ps.tp_size), ps.tp_rank
         self._recording = Recording(self.settings, self.spec, self._draft_net, calibrated=calibrated, ranks=self._ranks)
         self._requests: RequestTable | None = None
         self.simulated: Replay | None = None
@@ -99,19 +100,14 @@ class DSparkWorker(BaseSpecWorker):
         self.observer: StepObserver | None = None
         self._probes: CeilingProbes | None = None
         self._exporter: Exporter | None = None
-        self._rank = ps.tp_rank
+        self._kind: Sampling = "general"  # of the last decode step
         if ps.tp_rank == 0:
             logger.info(
                 "dspark %s serves DSPARK on sglang %s: gamma=%d mode=%s draft=%s attention=%s/%s device=%s",
-                takeover.version(),
-                compat.host_version(),
-                self.spec.gamma,
-                self.mode,
-                type(self.draft_model_runner.model).__name__,
-                server_args.attention_backend,
-                bundle.resolved_attention_backend,
-                self.device,
-            )
+                takeover.version(), compat.host_version(), self.spec.gamma, self.mode,
+                type(self.draft_model_runner.model).__name__, server_args.attention_backend,
+                bundle.resolved_attention_backend, self.device,
+            )  # fmt: skip
 
     # -- start-up, called by the scheduler in this order -------------------------------------------------------------
 
@@ -241,15 +237,16 @@ class DSparkWorker(BaseSpecWorker):
         slots = batch.req_pool_indices_cpu.numpy().copy()  # remembered for two steps, while the batch changes
         generations = self._requests.generations[slots]
         budget = self._budgets.decide(slots, generations, context_tokens(batch, self.spec.window))
-        kind = self._requests.kind(batch)
+        if not self._budgets.same_batch:  # what its requests ask for does not change
+            self._kind = self._requests.kind(batch)
         extras = StepExtras(batch, grammar_barrier) if wanted(batch) else None
-        refusal = "no graphs" if self._graphs is None else self._graphs.refusal(batch, budget, kind)
+        refusal = "no graphs" if self._graphs is None else self._graphs.refusal(batch, budget, self._kind)
         if self._graphs is not None and refusal is None:
             # A step that waits for a grammar says nothing of the others.
             note = self._budgets.note() if extras is None else None
             if not self._budgets.same_batch:
                 self._interrupt_timer()
-            outcome, forwarded = self._graphs.run(batch, budget, kind, extras, note)
+            outcome, forwarded = self._graphs.run(batch, budget, self._kind, extras, note)
             publish(outcome.lengths)
             self._budgets.learn(self._graphs.timer.taken())
         else:
@@ -278,30 +275,30 @@ class DSparkWorker(BaseSpecWorker):
         assert self._requests is not None
         assert self._budgets is not None
         temperatures, stands_in = self._requests.temperatures[facts.slots], self._budgets.stands_in
-        accept, windows = outcome.accept, outcome.plan.verify_lens
         probes = self._probes if self.observer is not None and self.observer.counting else None
         probe = None if probes is None else probes.step(temperatures, outcome, depth is None, stands_in)
         self._recording.probe(probe)
+        tensors = tensors_of(
+            outcome,
+            chances=probes is not None and bool(temperatures.any()),
+            ceiling=self.mode == "cap-accept" and facts.drafted,
+            windows=self._budgets.schedules,
+            trimmed=facts.drafted and facts.drafts < facts.slots.shape[0] * self.spec.gamma,
+        )
         return ObservedResult(
             logits_output=output,
-            next_token_ids=accept.tokens.reshape(-1),
-            accept_lens=accept.committed,
-            next_draft_input=make_draft_input_v2(bonus_tokens=accept.next_anchor, new_seq_lens=outcome.lengths),
+            next_draft_input=make_draft_input_v2(bonus_tokens=outcome.next_anchor, new_seq_lens=outcome.lengths),
             new_seq_lens=outcome.lengths,
             can_run_cuda_graph=facts.refusal is None,
             speculative_num_draft_tokens=self.spec.window,
-            cap_lens=windows if self._budgets.schedules else None,
-            block_accept_lens=outcome.ceiling if self.mode == "cap-accept" else None,
             observer=self.observer,
             facts=facts,
-            accepted=accept.accepted,
             survival=survival,
-            chances=None if probes is None else accept.chances,
             probe=probe,
             temperatures=temperatures,
             depth=depth,
             stands_in=stands_in,
-            windows=windows if facts.drafted and facts.drafts < windows.shape[0] * self.spec.gamma else None,
+            **tensors,
         )
 
     def _interrupt_timer(self) -> None:
@@ -364,8 +361,10 @@ class DSparkWorker(BaseSpecWorker):
         counted = None if self.observer is None else self.observer.log_suffix()
         return ", ".join(part for part in (counted, simulated) if part) or None
 
-    def note_request_finished(self, *, rid: str, natural_stop: bool) -> None:
-        """Nothing is kept per request."""
+    def prepare_for_kv_cache_release(self, req: Any) -> None:
+        """A decode step has ended the request, which still has its slot."""
+        if self.observer is not None and self.observer.counting:
+            self.observer.finished(req)
 
     def clear_info_records(self) -> None:
         """Forget the step records and set the counters to zero."""

@@ -67,21 +67,27 @@ class FlatResult(AcceptResult):
         return cls.of(torch.empty(size, dtype=torch.int64, device=device), requests, window)
 
     @classmethod
-    def of(cls, flat: torch.Tensor, requests: int, window: int) -> FlatResult:
-        """Views of ``flat``, the outcome of R requests."""
-        tokens, columns, chances = flat.split([requests * window, requests * COLUMNS, ceil_div(requests * window, 2)])
-        accepted, committed, next_anchor, lengths, lens, ceiling = columns.view(COLUMNS, requests)
-        return cls(
-            accepted,
-            committed,
-            tokens.view(requests, window),
-            next_anchor,
-            lengths,
-            lens,
-            ceiling,
-            flat,
-            chances=chances.view(torch.float32)[: requests * window].view(requests, window),
-        )
+    def of(cls, flat: torch.Tensor, requests: int, window: int, count: int | None = None) -> FlatResult:
+        """Views of ``flat``, the outcome of R requests, for the first ``count`` of them; None: for all."""
+        count = requests if count is None else count
+        tokens, columns, chances = flat_parts(flat, requests, window, count, torch.float32)
+        accepted, committed, next_anchor, lengths, lens, ceiling = columns
+        return cls(accepted, committed, tokens, next_anchor, lengths, lens, ceiling, flat, chances=chances)
+
+
+def flat_parts(flat: Any, requests: int, window: int, count: int, chance_type: Any) -> tuple[Any, Any, Any]:
+    """Tokens [N, W], the columns [COLUMNS, N] and chances [N, W] of the first ``count`` of R requests, as views.
+
+    Args:
+        flat: of a ``FlatResult``: a tensor, or an array of it on the host.
+        requests, window: R, W.
+        count: N.
+        chance_type: float32 of the library that ``flat`` is from.
+    """
+    end = requests * (window + COLUMNS)
+    tokens = flat[: count * window].reshape(count, window)
+    columns = flat[requests * window : end].reshape(COLUMNS, requests)[:, :count]
+    return tokens, columns, flat[end:].view(chance_type)[: count * window].reshape(count, window)
 
 
 def chains_of(drafts: torch.Tensor, lens: torch.Tensor, index: torch.Tensor | None) -> Chains:

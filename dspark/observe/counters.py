@@ -244,7 +244,9 @@ class StepCounters:
             after_end: committed for requests that had ended when the step ran.
             by_grammar: dropped since the grammar had ended.
         """
-        self._delivery.update(handed_on=delivered, after_end=after_end, by_grammar=by_grammar)
+        self._delivery["handed_on"] += delivered
+        if after_end or by_grammar:
+            self._delivery.update(after_end=after_end, by_grammar=by_grammar)
 
     def cut(self, tokens: int) -> None:
         """Count ``tokens`` that were handed on and lie behind a stop inside of a block."""
@@ -276,6 +278,17 @@ class StepCounters:
             found += self._by_slot[slot]
             plain += int(self._plain_by_slot[slot])
         return found, plain
+
+    def brief(self) -> tuple[dict[str, int], int, int]:
+        """The sums of ``statistics`` that are one number, and of first drafts how many were tested and accepted."""
+        with self._lock:
+            self._fold()
+            drafts = DraftHistogram(self._drafted.reshape(self._size, self._size))
+            return (
+                _with_plain(drafts.sums(), self._plain),
+                int(drafts.counts[1:].sum()),
+                int(drafts.counts[:, 1:].sum()),
+            )
 
     def statistics(self) -> dict[str, Any]:
         """Sums since the start or the last ``clear``; keys are stable."""

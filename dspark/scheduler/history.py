@@ -11,7 +11,6 @@ each time a slot gets a new request, so that nobody inherits the confidence of a
 
 from __future__ import annotations
 
-import dataclasses
 from dataclasses import dataclass
 from enum import StrEnum
 
@@ -60,7 +59,9 @@ class History:
         """
         return History(
             tuple(
-                dataclasses.replace(entry, survival=survival, valid=valid) if entry.step == step else entry
+                Entry(step, entry.slots, entry.generations, entry.drafted, survival, valid)
+                if entry.step == step
+                else entry
                 for entry in self.entries
             )
         )
@@ -107,18 +108,18 @@ def lookup(history: History, step: int, slots: np.ndarray, generations: np.ndarr
         slots, generations: [R] int64, of the requests being planned.
         prior: mean survival per position, [G].
     """
-    nothing = np.zeros(slots.shape[0], dtype=bool)
     entry = next((entry for entry in history.entries if entry.step == step - LAG_STEPS), None)
     if entry is not None and not entry.arrived:
-        return Lookup(Found.LATE, None, nothing)
-    unknown = prior.mean.astype(np.float32)
+        return Lookup(Found.LATE, None, np.zeros(slots.shape[0], dtype=bool))
     if entry is None or entry.survival is None or entry.slots.size == 0:
         found = Found.MISSING if entry is None else Found.NO_DRAFT
-        return Lookup(found, np.tile(unknown, (slots.shape[0], 1)), nothing)
+        unknown = np.tile(prior.mean.astype(np.float32), (slots.shape[0], 1))
+        return Lookup(found, unknown, np.zeros(slots.shape[0], dtype=bool))
     rows, known = _match(entry, slots, generations)
     if known.all():
         own = entry.survival if rows is None else entry.survival[rows]
         return Lookup(Found.FRESH, own, known)
+    unknown = prior.mean.astype(np.float32)
     own = np.where(known[:, None], entry.survival[rows] if rows is not None else entry.survival, unknown)
     return Lookup(Found.FRESH, own, known)
 
@@ -135,10 +136,11 @@ def _match(entry: Entry, slots: np.ndarray, generations: np.ndarray) -> tuple[np
         rows: [R] int64 into the entry, arbitrary where not known; None if row r of the entry is request r.
         known: [R] bool.
     """
-    valid = np.ones(entry.slots.shape[0], dtype=bool) if entry.valid is None else entry.valid
     if same(entry.slots, slots):  # a batch in which nobody came or went
-        return None, valid & (entry.generations == generations)
+        known = entry.generations == generations
+        return None, known if entry.valid is None else known & entry.valid
     order = np.argsort(entry.slots)
     at = np.minimum(np.searchsorted(entry.slots, slots, sorter=order), entry.slots.shape[0] - 1)
     rows = order[at]
-    return rows, (entry.slots[rows] == slots) & (entry.generations[rows] == generations) & valid[rows]
+    known = (entry.slots[rows] == slots) & (entry.generations[rows] == generations)
+    return rows, known if entry.valid is None else known & entry.valid[rows]

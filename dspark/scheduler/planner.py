@@ -14,7 +14,7 @@ Both are pure: state goes in and comes out. They run on identical bytes on every
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from enum import StrEnum
 from typing import NamedTuple
 
@@ -78,8 +78,7 @@ class Policy:
                 )
 
 
-@dataclass(frozen=True)
-class PlanState:
+class PlanState(NamedTuple):
     """What the next step must know of the decisions before it."""
 
     trimmed: bool = False
@@ -167,7 +166,7 @@ def plan(
         hope = _hope(promised, doubt)
         choice, state = _draft_or_off(choice, off, probe, hope, costs.relative_error, policy, state, informed)
     if learned is not None and informed and choice.reason in (Reason.FULL, Reason.TRIMMED):
-        choice, state = _visit(choice, steps, full_rate, learned.evidence, policy, state)
+        choice, state = _visit(choice, steps, full_rate, learned, policy, state)
     if choice.reason is Reason.PROBE:
         steps = whole  # it asks what whole blocks are worth
     return _planned(choice, steps, costs, requests, promised if choice is drafted else None, state)
@@ -208,7 +207,7 @@ def _promise(pool: np.ndarray, drafts: int, requests: int) -> Promise | None:
 
 
 def _remembered(state: PlanState, trimmed: bool) -> PlanState:
-    return state if state.trimmed == trimmed else replace(state, trimmed=trimmed)
+    return state if state.trimmed == trimmed else state._replace(trimmed=trimmed)
 
 
 def _seconds(row: TierRow, costs: TierCosts, learned: Correction | None, context_tokens: float) -> np.ndarray:
@@ -245,7 +244,7 @@ def _visit(
     choice: _Choice,
     steps: Steps,
     full_rate: float,
-    evidence: np.ndarray,
+    learned: Correction,
     policy: Policy,
     state: PlanState,
 ) -> tuple[_Choice, PlanState]:
@@ -257,7 +256,9 @@ def _visit(
     """
     tokens, seconds = steps.tokens, steps.seconds
     credit = min(state.visit_credit_seconds + policy.max_visit_share * choice.seconds, choice.seconds)
-    due = evidence < KNOWN
+    if learned.known:
+        return choice, state._replace(visit_credit_seconds=credit)
+    due = learned.evidence < KNOWN
     due[choice.at] = False
     if policy.slo_step_seconds is not None:
         due &= seconds <= policy.slo_step_seconds
@@ -266,8 +267,8 @@ def _visit(
     price[~due] = np.inf
     at = int(price.argmin())
     if price[at] > credit:
-        return choice, replace(state, visit_credit_seconds=credit)
-    return _choice(steps, at, full_rate, Reason.VISIT), replace(state, visit_credit_seconds=credit - float(price[at]))
+        return choice, state._replace(visit_credit_seconds=credit)
+    return _choice(steps, at, full_rate, Reason.VISIT), state._replace(visit_credit_seconds=credit - float(price[at]))
 
 
 def forced_budget(fraction: float, requests: int, gamma: int) -> int:
@@ -341,17 +342,17 @@ def _draft_or_off(
         share = min(off.tokens / OFF_REQUESTS, 1.0)
         mean = state.off_gain + share * (min(gain, 1.0) - state.off_gain)
         if mean <= threshold:
-            return drafted, replace(state, off_gain=mean)
-        return off, replace(state, draft_off=True, probe_credit_seconds=0.0, off_requests=int(off.tokens), off_gain=0.0)
+            return drafted, state._replace(off_gain=mean)
+        return off, state._replace(draft_off=True, probe_credit_seconds=0.0, off_requests=int(off.tokens), off_gain=0.0)
     if informed and gain <= threshold * STAY_SHARE:
-        return drafted, replace(state, draft_off=False, probe_credit_seconds=0.0, off_requests=0)
+        return drafted, state._replace(draft_off=False, probe_credit_seconds=0.0, off_requests=0)
     credit = state.probe_credit_seconds + policy.max_probe_share * off.seconds
     price, requests = probe.seconds - off.seconds, int(off.tokens)
     if credit >= price or 2 * requests <= state.off_requests:
-        return probe, replace(state, probe_credit_seconds=credit - max(price, 0.0), off_requests=requests)
+        return probe, state._replace(probe_credit_seconds=credit - max(price, 0.0), off_requests=requests)
     if state.free_probes:
-        return probe, replace(state, probe_credit_seconds=credit, free_probes=state.free_probes - 1)
-    return off, replace(state, probe_credit_seconds=credit)
+        return probe, state._replace(probe_credit_seconds=credit, free_probes=state.free_probes - 1)
+    return off, state._replace(probe_credit_seconds=credit)
 
 
 def allocate(survival: np.ndarray, budget: int) -> np.ndarray:

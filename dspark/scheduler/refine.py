@@ -17,6 +17,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import NamedTuple
 
 import numpy as np
@@ -91,6 +92,11 @@ class Correction:
     evidence: np.ndarray  # [L] samples that say so
     plain_factor: float
     floor_seconds: float
+
+    @cached_property
+    def known(self) -> bool:
+        """Whether enough samples say so of every tier."""
+        return bool((self.evidence >= KNOWN).all())
 
 
 def refine(state: Refinement, samples: Sequence[StepSample]) -> Refinement:

@@ -115,7 +115,8 @@ class BudgetScheduler:
         """
         self._step += 1
         self._context_tokens = context_tokens
-        self.same_batch = all(map(np.array_equal, self._requests, (slots, generations)))
+        before, now = self._requests, (slots, generations)
+        self.same_batch = all(old.tobytes() == new.tobytes() for old, new in zip(before, now, strict=True))
         if self.same_batch:  # the arrays of the step before, which everybody below knows at sight
             slots, generations = self._requests
         self._requests = slots, generations

@@ -108,15 +108,9 @@ class FusedStep(DecodeStep):
         Without a draft the windows are the anchors.
         """
         assert batch.live is not None
-        buffers, device, requests = self._buffers, batch.anchors.device, batch.size
-        lens = torch.empty(requests, dtype=torch.int32, device=device)
-        offsets, key_offsets = torch.empty((2, requests + 1), dtype=torch.int32, device=device)
-        keys = KeySpans(batch.lengths, torch.empty_like(lens), key_offsets)
-        drafts, count, known = self._none(requests), buffers.no_drafts, torch.empty_like(buffers.survival[:requests])
-        if proposal is not None:
-            assert isinstance(budget.drafts, torch.Tensor)
-            drafts, count, known = proposal.tokens, budget.drafts, buffers.survival[:requests]
-        allocate_lengths(buffers.confidence[:requests], count, lens, offsets, known, batch.live, keys)
+        buffers, requests = self._buffers, batch.size
+        drafts = self._none(requests) if proposal is None else proposal.tokens
+        lens, offsets, keys = self.split(batch, budget)
         window, forwarded = drafts.shape[1] + 1, lens
         if not budget.packed:
             forwarded = (window * batch.live).to(torch.int32)
@@ -127,6 +121,19 @@ class FusedStep(DecodeStep):
         tokens = buffers.windows[:requests, :window]
         spans = offsets, keys.ends, keys.offsets
         return VerifyPlan(lens, tokens, inputs.rows, full=not budget.packed, rows=rows, spans=spans)
+
+    def split(self, batch: DecodeBatch, budget: StepBudget) -> tuple[torch.Tensor, torch.Tensor, KeySpans]:
+        """Lengths [R] and offsets [R + 1] of the windows, int32, and the keys that their rows attend to."""
+        buffers, requests = self._buffers, batch.size
+        lens = torch.empty(requests, dtype=torch.int32, device=batch.anchors.device)
+        offsets, key_offsets = lens.new_empty((2, requests + 1))
+        keys = KeySpans(batch.lengths, torch.empty_like(lens), key_offsets)
+        count, known = buffers.no_drafts, torch.empty_like(buffers.survival[:requests])
+        if budget.draft:
+            assert isinstance(budget.drafts, torch.Tensor)
+            count, known = budget.drafts, buffers.survival[:requests]
+        allocate_lengths(buffers.confidence[:requests], count, lens, offsets, known, batch.live, keys)
+        return lens, offsets, keys
 
     def _none(self, requests: int) -> torch.Tensor:
         """[R, 0] drafts."""
