@@ -7,7 +7,9 @@ copy for the host's use and ours, and counting happens where the host processes 
 from __future__ import annotations
 
 import logging
+import threading
 import time
+from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -42,6 +44,8 @@ from dspark.worker.relay import Transfer
 
 logger = logging.getLogger("dspark")
 
+# Steps, and requests in them, that are counted together: one right after the other they take half the time.
+TOGETHER, _REQUESTS = 16, 1024
 _LOGGED = ("request_steps", "rows", "tested", "accepted", "trimmed_all_accepted")
 
 
@@ -64,6 +68,43 @@ class Found(NamedTuple):
     windows: np.ndarray | None  # [R] int64, rows scheduled; None: as the facts say
     ceiling: np.ndarray | None  # [R] int64
     chances: np.ndarray | None  # [R, W] float32
+
+    def found(self) -> Found:
+        """Itself."""
+        return self
+
+
+class _Flat(NamedTuple):
+    """The same as one array, not looked at yet."""
+
+    values: np.ndarray  # of a ``FlatResult``
+    requests: int  # of it
+    window: int  # W
+    real: int  # R
+    wanted: tuple[bool, bool, bool]  # windows, ceiling, chances
+
+    def found(self) -> Found:
+        """Views of it."""
+        parts = flat_parts(self.values, self.requests, self.window, self.real, np.float32)
+        tokens, (accepted, committed, _, _, *others), chances = parts
+        given = zip((*others, chances), self.wanted, strict=True)
+        return Found(tokens, accepted, committed, *(each if wanted else None for each, wanted in given))
+
+
+class _Step(NamedTuple):
+    """A step that is not counted yet; nothing of it is the device's, or in pinned memory."""
+
+    facts: StepFacts
+    results: Found | _Flat
+    temperatures: np.ndarray  # [R] float64
+    survival: np.ndarray | None  # [R, G] float32
+    depth: int | None
+    stands_in: bool
+    probe: Probe | None
+    seconds: float  # when its results were there
+    handed_on: int  # tokens
+    after_end: int
+    users: UserFacts | None  # where steps are recorded
 
 
 @dataclass
@@ -111,18 +152,14 @@ class ObservedResult(GenerationBatchResult):
         count = self.facts.slots.shape[0]
         return flat_parts(values, self.flat.requests, self.speculative_num_draft_tokens, count, np.float32)
 
-    def found(self) -> Found:
-        """The results, once they are on the host; of their own, since pinned memory is dear."""
+    def kept(self) -> Found | _Flat:
+        """The results, once they are on the host, in memory of their own."""
         if self.flat is not None:
-            tokens, (accepted, committed, _, _, windows, ceiling), chances = self._parts(self.flat.flat.numpy().copy())
-            return Found(
-                tokens,
-                accepted,
-                committed,
-                None if self.windows is None else windows,
-                None if self.block_accept_lens is None else ceiling,
-                None if self.chances is None else chances,
-            )
+            assert self.facts is not None
+            assert self.speculative_num_draft_tokens is not None
+            wanted = self.windows is not None, self.block_accept_lens is not None, self.chances is not None
+            shape = self.flat.requests, self.speculative_num_draft_tokens, self.facts.slots.shape[0]
+            return _Flat(self.flat.flat.numpy().copy(), *shape, wanted)
         given: Any = self.next_token_ids, self.accepted, self.accept_lens, self.windows, self.block_accept_lens
         counts: Any = (None if one is None else one.numpy().astype(np.int64) for one in given)
         tokens, accepted, committed, windows, ceiling = counts
@@ -169,6 +206,9 @@ class StepObserver:
         self.ceiling = LiveCeiling(gamma, slots) if estimates else None
         self._wrong_draft = None if simulated else WrongDraft()
         self._logged: dict[str, int] = {}
+        self._waiting: deque[_Step] = deque()
+        self._requests = 0  # of the steps that wait
+        self._lock = threading.RLock()  # whoever counts: the server's thread, or one that exports
         self._generation, self._simulated = np.full(slots, -1, dtype=np.int64), np.full(slots, None, dtype=object)
 
     @property
@@ -178,35 +218,66 @@ class StepObserver:
 
     @counting.setter
     def counting(self, on: bool) -> None:
+        self.settle()
         if self.ceiling is not None:
             self.ceiling.interrupt()
         self._counting = on
 
     def processed(self, result: ObservedResult, batch: ScheduleBatch, tokens: list[list[int]]) -> None:
-        """Count a step whose results are on the host.
+        """Count a step whose results are on the host, now or with later ones.
 
         Args:
             result: of the step.
             batch: its requests, as they are now: some may have ended while the step ran.
             tokens: what the host takes from the step for each request.
         """
-        facts, temperatures, found = result.facts, result.temperatures, result.found()
+        facts, temperatures = result.facts, result.temperatures
         assert facts is not None
         assert temperatures is not None
-        windows = found.windows
-        if windows is None:
-            windows = np.full(facts.slots.shape[0], self._window if facts.drafted else 1, dtype=np.int64)
-        counts, now = StepCounts(windows, found.accepted, found.ceiling), time.monotonic()
-        self.counters.add(facts, counts, now)
-        if self.ceiling is not None:
-            self.ceiling.add(_step_tokens(result, facts, found, windows, temperatures))
-        survival = self._judge(result, counts, temperatures)
-        if self.records is not None:
-            self.records.add(facts, counts, survival, now, self._users(facts, batch, temperatures))
         taken = sum(map(len, tokens))
         # The host walks over its requests right here as well.
         ended = sum(len(run) for run, req in zip(tokens, batch.reqs, strict=True) if req.is_retracted or req.finished())
-        self.counters.deliver(taken - ended, ended, int(found.committed.sum()) - taken)
+        self._waiting.append(
+            _Step(
+                facts,
+                result.kept(),
+                temperatures,
+                # There, since it was sent before the results; kept, since its buffer is used again a few steps later.
+                None if result.survival is None else result.survival.values().copy(),
+                result.depth,
+                result.stands_in,
+                result.probe,
+                time.monotonic(),
+                taken - ended,
+                ended,
+                None if self.records is None else self._users(facts, batch, temperatures),
+            )
+        )
+        self._requests += facts.slots.shape[0]
+        if len(self._waiting) >= TOGETHER or self._requests >= _REQUESTS or self.records is not None:
+            self.settle()
+
+    def settle(self) -> None:
+        """Count the steps that wait; whoever reads what was counted does this first."""
+        with self._lock:
+            self._requests = 0
+            for _ in range(len(self._waiting)):
+                self._count(self._waiting.popleft())
+
+    def _count(self, step: _Step) -> None:
+        facts, found = step.facts, step.results.found()
+        windows = found.windows
+        if windows is None:
+            windows = np.full(facts.slots.shape[0], self._window if facts.drafted else 1, dtype=np.int64)
+        counts = StepCounts(windows, found.accepted, found.ceiling)
+        self.counters.add(facts, counts, step.seconds)
+        if self.ceiling is not None:
+            self.ceiling.add(_step_tokens(step, found, windows))
+        survival = self._judge(step, counts)
+        if self.records is not None and step.users is not None:
+            self.records.add(facts, counts, survival, step.seconds, step.users)
+        by_grammar = int(found.committed.sum()) - step.handed_on - step.after_end
+        self.counters.deliver(step.handed_on, step.after_end, by_grammar)
 
     def _users(self, facts: StepFacts, batch: ScheduleBatch, temperatures: np.ndarray) -> UserFacts:
         """What the requests of a step asked for; read once per request."""
@@ -216,19 +287,18 @@ class StepObserver:
             self._generation[slot] = facts.generations[place]
         return UserFacts(temperatures, self._simulated[facts.slots])
 
-    def _judge(self, result: ObservedResult, counts: StepCounts, temperatures: np.ndarray) -> np.ndarray | None:
+    def _judge(self, step: _Step, counts: StepCounts) -> np.ndarray | None:
         """Hold survivals against what was accepted; returns those of drafts that could be verified, float32."""
-        if result.survival is None:
+        if step.survival is None:
             return None
-        known = None if result.depth is None else result.depth - 1
-        # There, since they were sent before the results; kept, since their buffer is used again a few steps later.
-        survival = result.survival.values()[:, :known].copy()
+        survival = step.survival[:, : None if step.depth is None else step.depth - 1]
         tested = np.minimum(counts.windows, self._window - 1)
-        self.calibration.add(BlockFacts(survival, tested, counts.accepted, temperatures))
+        self.calibration.add(BlockFacts(survival, tested, counts.accepted, step.temperatures))
         return survival
 
     def clear(self) -> None:
         """Set the server's counters to zero, and forget blocks and records."""
+        self.settle()
         self._logged = {}
         if self._wrong_draft is not None:
             self._wrong_draft.clear()
@@ -241,6 +311,7 @@ class StepObserver:
 
     def samples(self, budgets: BudgetScheduler) -> Iterator[Sample | Distribution]:
         """What is exported."""
+        self.settle()
         counters = self.counters.statistics()
         yield from samples(counters, *budgets.confidences())
         yield from distributions(counters)
@@ -250,6 +321,7 @@ class StepObserver:
 
     def dump(self) -> dict[str, Any]:
         """For ``/server_info``."""
+        self.settle()
         found: dict[str, Any] = {
             "counters": self.counters.statistics(),
             "calibration": self.calibration.statistics(),
@@ -263,6 +335,7 @@ class StepObserver:
 
         Drafts that are hardly ever accepted get a line of their own.
         """
+        self.settle()
         sums, tested, accepted = self.counters.brief()
         if self._wrong_draft is not None:
             warning = self._wrong_draft.look(tested, accepted)
@@ -280,6 +353,7 @@ class StepObserver:
 
     def finished(self, req: Req) -> None:
         """Count what lies behind a stop, and give the request its own sums for its ``meta_info``."""
+        self.settle()
         if req.finished_len is not None:
             self.counters.cut(len(req.output_ids) - req.finished_len)
         own = self.counters.request(req.req_pool_idx)
@@ -288,21 +362,19 @@ class StepObserver:
         meta_info.attach(req, own)
 
 
-def _step_tokens(
-    result: ObservedResult, facts: StepFacts, found: Found, windows: np.ndarray, temperatures: np.ndarray
-) -> StepTokens:
+def _step_tokens(step: _Step, found: Found, windows: np.ndarray) -> StepTokens:
     return StepTokens(
-        slots=facts.slots,
-        generations=facts.generations,
-        drafted=facts.drafted,
+        slots=step.facts.slots,
+        generations=step.facts.generations,
+        drafted=step.facts.drafted,
         rows=windows,
         accepted=found.accepted,
         tokens=found.tokens,
-        greedy=temperatures == 0,
+        greedy=step.temperatures == 0,
         chances=found.chances,
-        probe=result.probe,
-        whole=result.depth is None,
-        short_planned=result.depth is not None or result.stands_in,
+        probe=step.probe,
+        whole=step.depth is None,
+        short_planned=step.depth is not None or step.stands_in,
     )
 
 

@@ -382,7 +382,8 @@ class DSparkWorker(BaseSpecWorker):
 
     def dump_info_records(self) -> dict[str, Any]:
         """What ``/server_info`` shows as ``dspark_info_record``."""
-        if self._probes is not None:
+        if self._probes is not None and self.observer is not None:
+            self.observer.settle()
             self._probes.settle()
         observed = {"counters": {}} if self.observer is None else self.observer.dump()
         record: dict[str, Any] = {

@@ -57,6 +57,7 @@ def observed(depth: int | None, stands_in: bool = False) -> StepObserver:
     )
     request = SimpleNamespace(is_retracted=False, finished=lambda: False)
     observer.processed(result, SimpleNamespace(reqs=[request, request]), [[1, 2], [3, 4]])
+    observer.settle()
     return observer
 
 
