@@ -51,6 +51,7 @@ class CapturedOutcome(StepOutcome):
     until the next step drafts."""
 
     _of: tuple[int, StepBuffers, StepBudget, bool]
+    _anchors: torch.Tensor
 
     def __init__(
         self, flat: FlatOutcome, count: int, buffers: StepBuffers, budget: StepBudget, *, sampled: bool, confident: bool
@@ -68,11 +69,15 @@ class CapturedOutcome(StepOutcome):
         values = flat.flat
         self.__dict__.update(
             flat=flat,
-            next_anchor=values[anchors : anchors + count],
+            _anchors=values[anchors : anchors + count],
             lengths=values[anchors + requests : anchors + requests + count],
             survival=buffers.survival[:count] if budget.draft and confident else None,
             _of=(count, buffers, budget, sampled),
         )
+
+    @property
+    def next_anchor(self) -> torch.Tensor:
+        return self._anchors
 
     @cached_property
     def _found(self) -> FlatResult:

@@ -213,8 +213,10 @@ def _resolve_step(original: Callable[..., Any], self: Any, result: Any, batch: A
     from dspark.host.metrics import ObservedResult
 
     tokens = original(self, result, batch)
-    if isinstance(result, ObservedResult) and result.observer is not None:
-        result.observer.processed(result, batch, tokens)
+    observer = result.observer if isinstance(result, ObservedResult) else None
+    if observer is not None:
+        observer.processed(result, batch, tokens)
+    self.model_worker.ending = observer  # where requests are counted that end by this step
     return tokens
 
 

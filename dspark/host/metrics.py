@@ -40,6 +40,7 @@ from dspark.observe.records import StepRecords, UserFacts
 from dspark.observe.wrong_draft import WrongDraft
 from dspark.types import StepOutcome
 from dspark.worker.budget import BudgetScheduler
+from dspark.worker.probes import CeilingProbes
 from dspark.worker.relay import Transfer
 
 logger = logging.getLogger("dspark")
@@ -319,9 +320,11 @@ class StepObserver:
         if self.ceiling is not None:
             yield from ceiling_samples(self.ceiling.statistics())
 
-    def dump(self) -> dict[str, Any]:
-        """For ``/server_info``."""
+    def dump(self, probes: CeilingProbes | None = None) -> dict[str, Any]:
+        """For ``/server_info``; ``probes`` that may be answered are."""
         self.settle()
+        if probes is not None:
+            probes.settle()
         found: dict[str, Any] = {
             "counters": self.counters.statistics(),
             "calibration": self.calibration.statistics(),

@@ -98,6 +98,7 @@ class DSparkWorker(BaseSpecWorker):
         self._budgets: BudgetScheduler | None = None
         self._graphs: StepGraphs | None = None
         self.observer: StepObserver | None = None
+        self.ending: StepObserver | None = None  # of the step whose results are being processed; None: not observed
         self._probes: CeilingProbes | None = None
         self._exporter: Exporter | None = None
         self._kind: Sampling = "general"  # of the last decode step
@@ -363,8 +364,8 @@ class DSparkWorker(BaseSpecWorker):
 
     def prepare_for_kv_cache_release(self, req: Any) -> None:
         """A decode step has ended the request, which still has its slot."""
-        if self.observer is not None and self.observer.counting:
-            self.observer.finished(req)
+        if self.ending is not None:
+            self.ending.finished(req)
 
     def clear_info_records(self) -> None:
         """Forget the step records and set the counters to zero."""
@@ -382,10 +383,7 @@ class DSparkWorker(BaseSpecWorker):
 
     def dump_info_records(self) -> dict[str, Any]:
         """What ``/server_info`` shows as ``dspark_info_record``."""
-        if self._probes is not None and self.observer is not None:
-            self.observer.settle()
-            self._probes.settle()
-        observed = {"counters": {}} if self.observer is None else self.observer.dump()
+        observed = {"counters": {}} if self.observer is None else self.observer.dump(self._probes)
         record: dict[str, Any] = {
             "implementation": "plugin",
             "version": takeover.version(),

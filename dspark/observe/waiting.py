@@ -18,7 +18,7 @@ Step = TypeVar("Step")
 
 
 class Waiting(Generic[Step]):
-    """Added to by the server's thread without a lock, and emptied by whoever holds the lock of what is counted."""
+    """Added to by one thread at a time, and emptied by whoever holds the lock of what is counted."""
 
     def __init__(self, most: int) -> None:
         """Args:

@@ -63,6 +63,8 @@ def test_one_copy_holds_what_single_tensors_hold(packed: bool) -> None:
     generator, copies = torch.Generator().manual_seed(0), HostCopies(SLOTS, WINDOW, torch.device("cpu"))
     observer = StepObserver(GAMMA, SLOTS)
     found = outcome(generator, copies, StepBudget(True, 9, 14, packed=packed))
+    assert [found.next_anchor.shape, found.lengths.shape] == [(REAL,), (REAL,)]
+    assert "_found" not in vars(found), "what every step hands on asks for no other view"
     single = eager(found)
     assert (single.ceiling is None) == packed
     assert torch.equal(found.next_anchor, single.accept.next_anchor)
