@@ -12,8 +12,7 @@ from typing import Any, NamedTuple
 import torch
 
 from dspark.cuda_graph.static import StepBuffers
-from dspark.kernels.triton_accept_greedy import COLUMNS, FlatResult
-from dspark.kernels.triton_jit import ceil_div
+from dspark.kernels.triton_accept_greedy import FlatResult, flat_size
 from dspark.types import AcceptResult, BlockProposal, StepBudget, StepOutcome, VerifyPlan
 
 _PLACES = 8  # steps whose results may be on their way, or not processed yet: two are
@@ -23,9 +22,8 @@ class HostCopies:
     """Places on the host for the results of steps, used in turn; pinned if these come from a GPU."""
 
     def __init__(self, slots: int, window: int, device: torch.device) -> None:
-        size = slots * (window + COLUMNS) + ceil_div(slots * window, 2)
         self._cuda = device.type == "cuda"
-        self._places = torch.empty((_PLACES, size), dtype=torch.int64, pin_memory=self._cuda)
+        self._places = torch.empty((_PLACES, flat_size(slots, window)), dtype=torch.int64, pin_memory=self._cuda)
         self._next = 0
 
     def start(self, flat: torch.Tensor) -> torch.Tensor:

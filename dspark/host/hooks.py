@@ -210,13 +210,11 @@ def _capture_decode(original: Callable[..., Any], *, model_runner: Any) -> Any:
 
 def _resolve_step(original: Callable[..., Any], self: Any, result: Any, batch: Any) -> Any:
     """Here the host looks at the results of a step: they are there, and counted before a request may end by them."""
-    from dspark.host.metrics import ObservedResult
-
     tokens = original(self, result, batch)
-    observer = result.observer if isinstance(result, ObservedResult) else None
-    if observer is not None:
-        observer.processed(result, batch, tokens)
-    self.model_worker.ending = observer  # where requests are counted that end by this step
+    if hasattr(result, "observer"):  # an ``ObservedResult``, of our worker
+        self.model_worker.ending = result.observer  # where requests are counted that end by this step
+        if result.observer is not None:
+            result.observer.processed(result, batch, tokens)
     return tokens
 
 

@@ -84,10 +84,13 @@ class _Flat(NamedTuple):
     real: int  # R
     wanted: tuple[bool, bool, bool]  # windows, ceiling, chances
 
+    def parts(self) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """Tokens, columns and chances of the real requests."""
+        return flat_parts(self.values, self.requests, self.window, self.real, np.float32)
+
     def found(self) -> Found:
         """Views of it."""
-        parts = flat_parts(self.values, self.requests, self.window, self.real, np.float32)
-        tokens, (accepted, committed, _, _, *others), chances = parts
+        tokens, (accepted, committed, _, _, *others), chances = self.parts()
         given = zip((*others, chances), self.wanted, strict=True)
         return Found(tokens, accepted, committed, *(each if wanted else None for each, wanted in given))
 
@@ -140,27 +143,26 @@ class ObservedResult(GenerationBatchResult):
         """One copy instead of one of each: of what is on the host already, the host makes none."""
         assert self.flat is not None
         self.flat = self.flat._replace(flat=self.flat.copies.start(self.flat.flat))
-        tokens, (_, committed, _, _, windows, ceiling), _ = self._parts(self.flat.flat.numpy())
+        tokens, (_, committed, _, _, windows, ceiling), _ = self._whole().parts()
         self.next_token_ids, self.accept_lens = torch.from_numpy(tokens.reshape(-1)), torch.from_numpy(committed)
         for name, values in (("cap_lens", windows), ("block_accept_lens", ceiling)):
             if getattr(self, name) is not None:
                 setattr(self, name, torch.from_numpy(values))
 
-    def _parts(self, values: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    def _whole(self) -> _Flat:
+        """The results of a captured step in their place on the host."""
         assert self.flat is not None
         assert self.facts is not None
         assert self.speculative_num_draft_tokens is not None
-        count = self.facts.slots.shape[0]
-        return flat_parts(values, self.flat.requests, self.speculative_num_draft_tokens, count, np.float32)
+        wanted = self.windows is not None, self.block_accept_lens is not None, self.chances is not None
+        shape = self.flat.requests, self.speculative_num_draft_tokens, self.facts.slots.shape[0]
+        return _Flat(self.flat.flat.numpy(), *shape, wanted)
 
     def kept(self) -> Found | _Flat:
         """The results, once they are on the host, in memory of their own."""
         if self.flat is not None:
-            assert self.facts is not None
-            assert self.speculative_num_draft_tokens is not None
-            wanted = self.windows is not None, self.block_accept_lens is not None, self.chances is not None
-            shape = self.flat.requests, self.speculative_num_draft_tokens, self.facts.slots.shape[0]
-            return _Flat(self.flat.flat.numpy().copy(), *shape, wanted)
+            whole = self._whole()
+            return whole._replace(values=whole.values.copy())
         given: Any = self.next_token_ids, self.accepted, self.accept_lens, self.windows, self.block_accept_lens
         counts: Any = (None if one is None else one.numpy().astype(np.int64) for one in given)
         tokens, accepted, committed, windows, ceiling = counts

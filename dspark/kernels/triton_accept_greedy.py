@@ -63,8 +63,7 @@ class FlatResult(AcceptResult):
     @classmethod
     def empty(cls, requests: int, window: int, device: torch.device | str) -> FlatResult:
         """Buffers, contents unspecified."""
-        size = requests * (window + COLUMNS) + ceil_div(requests * window, 2)
-        return cls.of(torch.empty(size, dtype=torch.int64, device=device), requests, window)
+        return cls.of(torch.empty(flat_size(requests, window), dtype=torch.int64, device=device), requests, window)
 
     @classmethod
     def of(cls, flat: torch.Tensor, requests: int, window: int, count: int | None = None) -> FlatResult:
@@ -73,6 +72,11 @@ class FlatResult(AcceptResult):
         tokens, columns, chances = flat_parts(flat, requests, window, count, torch.float32)
         accepted, committed, next_anchor, lengths, lens, ceiling = columns
         return cls(accepted, committed, tokens, next_anchor, lengths, lens, ceiling, flat, chances=chances)
+
+
+def flat_size(requests: int, window: int) -> int:
+    """Elements of the ``flat`` of R requests."""
+    return requests * (window + COLUMNS) + ceil_div(requests * window, 2)
 
 
 def flat_parts(flat: Any, requests: int, window: int, count: int, chance_type: Any) -> tuple[Any, Any, Any]:
