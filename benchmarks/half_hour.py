@@ -117,6 +117,12 @@ def cells_argument(text: str) -> dict[str, Sequence[int]]:
     return {level: [int(batch) for batch in batches.split(",")] for level, batches in pairs}
 
 
+def contexts_argument(text: str) -> list[tuple[int, int]]:
+    """``4:1024,1:8192`` -> [(4, 1024), (1, 8192)]."""
+    pairs = (part.split(":") for part in text.split(",") if part)
+    return [(int(batch), int(tokens)) for batch, tokens in pairs]
+
+
 def measured(args: argparse.Namespace, report: Report, console: Console) -> None:
     """Both models, the parts that a busy host disturbs least first; ``--wait-for`` a file before the others."""
     with ExitStack() as stack:
@@ -131,9 +137,10 @@ def measured(args: argparse.Namespace, report: Report, console: Console) -> None
         later = {engine: split_cells(one, args.cells) for engine, one in running.items()}
         with report.part("large model, batches that the device sets the pace of"):
             report.failures += serve.measure_all(big, running, console)
-        with report.part("prediction"):
-            ours.bench.select("middle")
-            report.write("prediction", big, **predicted(args.contexts, big, ours.server))
+        if args.contexts:
+            with report.part("prediction"):
+                ours.bench.select("middle")
+                report.write("prediction", big, **predicted(args.contexts, big, ours.server))
         if not args.brief:
             with report.part("short blocks"):
                 report.write("short_blocks_steps", big, rows=short_blocks(big, ours.bench))
@@ -256,13 +263,19 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     add("--wait-for", type=Path, metavar="FILE", help="before what needs a quiet host")
     add("--arms", default=ARMS)
     add("--cells", type=cells_argument, default=CELLS, metavar="LEVEL:BATCH,...;...", help="of the large model")
+    add(
+        "--contexts",
+        type=contexts_argument,
+        default=CONTEXTS,
+        metavar="BATCH:TOKENS,...",
+        help="of predicted step times; an empty text leaves them out",
+    )
     add("--only", choices=("big", "small"), help="one model")
     add("--brief", action="store_true", help="of the large model throughput only")
     add("--big", default="qwen3-8b", help="name of shapes with dummy weights")
     add("--big-flags", type=str.split, help="of benchmarks.serve, one string")
     add("--small-flags", type=str.split, help="of benchmarks.serve, one string")
     args = parser.parse_args(argv)
-    args.contexts = CONTEXTS
     prefill = "--disable-prefill-cuda-graph --max-total-tokens"
     if args.big_flags is None:
         args.big_flags = ["--levels", ",".join(args.cells), "--batches", "1,8,16,32,64,128,256", "--tokens", "128"]

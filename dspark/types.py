@@ -185,3 +185,8 @@ class StepOutcome:
     def next_anchor(self) -> torch.Tensor:
         """[R] int64, the last committed token."""
         return self.accept.next_anchor
+
+    @property
+    def drafted(self) -> bool:
+        """Whether there is a ``proposal``."""
+        return self.proposal is not None

@@ -9,37 +9,62 @@ from __future__ import annotations
 from functools import cached_property
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 
 from dspark.cuda_graph.static import StepBuffers
-from dspark.kernels.triton_accept_greedy import FlatResult, flat_size
+from dspark.kernels.triton_accept_greedy import FlatResult, flat_parts, flat_size
 from dspark.types import AcceptResult, BlockProposal, StepBudget, StepOutcome, VerifyPlan
 
 _PLACES = 8  # steps whose results may be on their way, or not processed yet: two are
+
+
+class OnHost(NamedTuple):
+    """A ``FlatResult`` on the host, and what the host's scheduler wants of it as tensors of the same memory."""
+
+    whole: torch.Tensor
+    values: np.ndarray  # the same
+    tokens: torch.Tensor  # [N * W] int64
+    committed: torch.Tensor  # [N] int64, as the others
+    windows: torch.Tensor
+    ceiling: torch.Tensor
 
 
 class HostCopies:
     """Places on the host for the results of steps, used in turn; pinned if these come from a GPU."""
 
     def __init__(self, slots: int, window: int, device: torch.device) -> None:
-        self._cuda = device.type == "cuda"
+        self._cuda, self._window = device.type == "cuda", window
         self._places = torch.empty((_PLACES, flat_size(slots, window)), dtype=torch.int64, pin_memory=self._cuda)
         self._next = 0
+        self._views: dict[int, OnHost] = {}  # of batches like the last one; making them takes as long as the copy
+        self._viewed = (0, 0)
 
-    def start(self, flat: torch.Tensor) -> torch.Tensor:
-        """A copy, under way on the current stream; it holds until ``_PLACES`` steps later."""
-        place = self._places[self._next, : flat.shape[0]]
+    def start(self, flat: torch.Tensor, requests: int, count: int) -> OnHost:
+        """A copy of R requests, ``count`` of them real, under way on the current stream; it holds until ``_PLACES``
+        steps later."""
+        if self._viewed != (requests, count):
+            self._viewed, self._views = (requests, count), {}
+        found = self._views.get(self._next)
+        if found is None:
+            found = self._views[self._next] = self._view(requests, count)
         self._next = (self._next + 1) % _PLACES
-        place.copy_(flat, non_blocking=self._cuda)
+        found.whole.copy_(flat, non_blocking=self._cuda)
         if self._cuda:
             flat.record_stream(torch.cuda.current_stream(flat.device))
-        return place
+        return found
+
+    def _view(self, requests: int, count: int) -> OnHost:
+        whole = self._places[self._next, : flat_size(requests, self._window)]
+        tokens, columns, _ = flat_parts(whole, requests, self._window, count, torch.float32)
+        _, committed, _, _, windows, ceiling = columns
+        return OnHost(whole, whole.numpy(), tokens.reshape(-1), committed, windows, ceiling)
 
 
 class FlatOutcome(NamedTuple):
     """A ``FlatResult`` as one tensor."""
 
-    flat: torch.Tensor  # of the device; of the host once it was copied there
+    flat: torch.Tensor
     requests: int  # R, padding included
     copies: HostCopies
 
@@ -76,6 +101,10 @@ class CapturedOutcome(StepOutcome):
     @property
     def next_anchor(self) -> torch.Tensor:
         return self._anchors
+
+    @property
+    def drafted(self) -> bool:
+        return self._of[2].draft
 
     @cached_property
     def _found(self) -> FlatResult:

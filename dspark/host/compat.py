@@ -132,7 +132,6 @@ _TABLE_0_5_17 = (
         _SRT + "speculative.draft_worker_common.build_draft_tp_worker",
         ("server_args", "gpu_id", "ps", "nccl_port", "target_model_config", "algo_label", "attention_backend_override"),
     ),
-    HostName(_SRT + "speculative.draft_worker_common.make_draft_input_v2", ("bonus_tokens", "new_seq_lens")),
     HostName(
         _SRT + "managers.tp_worker.TpModelWorker.forward_batch_generation",
         ("self", "batch", "forward_batch", "is_verify", "skip_attn_backend_init", "capture_hidden_mode"),
@@ -160,6 +159,17 @@ _TABLE_0_5_17 = (
         ("draft_token", "positions", "draft_token_num", "custom_mask", "capture_hidden_mode", "ragged_verify_layout"),
     ),
     HostName(_SRT + "speculative.dflash_info.DFlashVerifyInput.prepare_for_verify", ("batch", "target_worker")),
+    HostName(_SRT + "managers.schedule_batch.ReqKvInfo", ("kv_allocated_len",)),
+    HostName(_SRT + "environ.envs.SGLANG_ENABLE_OVERLAP_PLAN_STREAM"),
+    HostName(_SRT + "mem_cache.base_prefix_cache.BasePrefixCache.evictable_size", ("self",)),
+    HostName(_SRT + "mem_cache.base_prefix_cache.BasePrefixCache.supports_swa", ("self",)),
+    HostName(_SRT + "mem_cache.base_prefix_cache.BasePrefixCache.supports_mamba", ("self",)),
+    HostName(_SRT + "mem_cache.allocator.BaseTokenToKVPoolAllocator.available_size", ("self",)),
+    HostName(
+        _SRT + "mem_cache.allocation.alloc_for_spec_decode",
+        ("reqs", "req_pool_indices", "cur_kv_lens", "nxt_kv_lens", "nxt_kv_lens_cpu", "num_needed_tokens", "batch"),
+    ),
+    HostName(_SRT + "speculative.dflash_info_v2.DFlashDraftInputV2.prepare_for_decode", ("self", "batch")),
     HostName(
         _SRT + "speculative.dflash_info_v2.DFlashDraftInputV2",
         ("bonus_tokens", "new_seq_lens", "reserved_seq_lens_cpu", "reserved_seq_lens_sum"),

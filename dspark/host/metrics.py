@@ -19,7 +19,7 @@ import torch
 from sglang.srt.managers.schedule_batch import Req, ScheduleBatch
 from sglang.srt.managers.scheduler import GenerationBatchResult
 
-from dspark.cuda_graph.outcome import FlatOutcome
+from dspark.cuda_graph.outcome import FlatOutcome, OnHost
 from dspark.host import memory, meta_info
 from dspark.host.simulate import named_class
 from dspark.kernels.triton_accept_greedy import flat_parts
@@ -84,13 +84,10 @@ class _Flat(NamedTuple):
     real: int  # R
     wanted: tuple[bool, bool, bool]  # windows, ceiling, chances
 
-    def parts(self) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """Tokens, columns and chances of the real requests."""
-        return flat_parts(self.values, self.requests, self.window, self.real, np.float32)
-
     def found(self) -> Found:
         """Views of it."""
-        tokens, (accepted, committed, _, _, *others), chances = self.parts()
+        parts = flat_parts(self.values, self.requests, self.window, self.real, np.float32)
+        tokens, (accepted, committed, _, _, *others), chances = parts
         given = zip((*others, chances), self.wanted, strict=True)
         return Found(tokens, accepted, committed, *(each if wanted else None for each, wanted in given))
 
@@ -118,6 +115,7 @@ class ObservedResult(GenerationBatchResult):
     observer: StepObserver | None = None
     facts: StepFacts | None = None
     flat: FlatOutcome | None = None  # given: the tensors of the results are placeholders until they are on the host
+    on_host: OnHost | None = None  # its copy, under way since ``copy_to_cpu``
     accepted: torch.Tensor | None = None  # [R] integers, drafts accepted
     temperatures: np.ndarray | None = None  # [R] float64, 0 for greedy requests
     windows: torch.Tensor | None = None  # [R] integers, rows scheduled; None: as ``facts`` say
@@ -142,27 +140,23 @@ class ObservedResult(GenerationBatchResult):
     def _copy_flat(self) -> None:
         """One copy instead of one of each: of what is on the host already, the host makes none."""
         assert self.flat is not None
-        self.flat = self.flat._replace(flat=self.flat.copies.start(self.flat.flat))
-        tokens, (_, committed, _, _, windows, ceiling), _ = self._whole().parts()
-        self.next_token_ids, self.accept_lens = torch.from_numpy(tokens.reshape(-1)), torch.from_numpy(committed)
-        for name, values in (("cap_lens", windows), ("block_accept_lens", ceiling)):
-            if getattr(self, name) is not None:
-                setattr(self, name, torch.from_numpy(values))
-
-    def _whole(self) -> _Flat:
-        """The results of a captured step in their place on the host."""
-        assert self.flat is not None
         assert self.facts is not None
-        assert self.speculative_num_draft_tokens is not None
-        wanted = self.windows is not None, self.block_accept_lens is not None, self.chances is not None
-        shape = self.flat.requests, self.speculative_num_draft_tokens, self.facts.slots.shape[0]
-        return _Flat(self.flat.flat.numpy(), *shape, wanted)
+        flat, requests, copies = self.flat
+        self.on_host = copies.start(flat, requests, self.facts.slots.shape[0])
+        self.next_token_ids, self.accept_lens = self.on_host.tokens, self.on_host.committed
+        for name, values in (("cap_lens", self.on_host.windows), ("block_accept_lens", self.on_host.ceiling)):
+            if getattr(self, name) is not None:
+                setattr(self, name, values)
 
     def kept(self) -> Found | _Flat:
         """The results, once they are on the host, in memory of their own."""
         if self.flat is not None:
-            whole = self._whole()
-            return whole._replace(values=whole.values.copy())
+            assert self.facts is not None
+            assert self.on_host is not None
+            assert self.speculative_num_draft_tokens is not None
+            wanted = self.windows is not None, self.block_accept_lens is not None, self.chances is not None
+            shape = self.flat.requests, self.speculative_num_draft_tokens, self.facts.slots.shape[0]
+            return _Flat(self.on_host.values.copy(), *shape, wanted)
         given: Any = self.next_token_ids, self.accepted, self.accept_lens, self.windows, self.block_accept_lens
         counts: Any = (None if one is None else one.numpy().astype(np.int64) for one in given)
         tokens, accepted, committed, windows, ceiling = counts

@@ -9,6 +9,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
+import numpy as np
 import torch
 from sglang.srt.distributed.parallel_state_wrapper import ParallelState
 from sglang.srt.layers.logits_processor import LogitsProcessorOutput
@@ -20,7 +21,7 @@ from sglang.srt.models.registry import ModelRegistry
 from sglang.srt.server_args import ServerArgs
 from sglang.srt.speculative.base_spec_worker import BaseSpecWorker
 from sglang.srt.speculative.dflash_info_v2 import DFlashDraftInputV2
-from sglang.srt.speculative.draft_worker_common import build_draft_tp_worker, make_draft_input_v2
+from sglang.srt.speculative.draft_worker_common import build_draft_tp_worker
 
 from dspark.config import Settings
 from dspark.errors import HostError
@@ -36,6 +37,7 @@ from dspark.host.networks import HostDraftNet, HostTargetNet
 from dspark.host.rank_group import Ranks
 from dspark.host.rank_start import require_equal_ranks
 from dspark.host.recording import Recording, profiled_step
+from dspark.host.reserve import SlotReserve
 from dspark.host.schedule import CalibrationClasses, build_scheduler, deployment, load_files, nominal_ladder
 from dspark.host.simulate import assign_classes, build_replay
 from dspark.observe.counters import StepFacts
@@ -102,6 +104,7 @@ class DSparkWorker(BaseSpecWorker):
         self._probes: CeilingProbes | None = None
         self._exporter: Exporter | None = None
         self._kind: Sampling = "general"  # of the last decode step
+        self._temperatures, self._samples = np.empty(0), False  # of its requests, and whether one is above 0
         if ps.tp_rank == 0:
             logger.info(
                 "dspark %s serves DSPARK on sglang %s: gamma=%d mode=%s draft=%s attention=%s/%s device=%s",
@@ -118,6 +121,7 @@ class DSparkWorker(BaseSpecWorker):
         """Allocate the draft's KV pool; request rows and slots are the target's."""
         super().alloc_memory_pool(memory_pool_config, req_to_token_pool, token_to_kv_pool_allocator)
         rows = req_to_token_pool.req_to_token.shape[0]
+        self._slots = SlotReserve(self.spec.window, rows, self.device)
         class_of = None if self._calibration is None else self._calibration.of
         seed, vocab = self._target_worker.random_seed, self.spec.vocab_size
         self._requests = RequestTable(rows, self.device, seed, vocab, class_of)
@@ -166,7 +170,7 @@ class DSparkWorker(BaseSpecWorker):
     @property
     def spec_v2_attn_backends(self) -> tuple[Any, ...]:
         """Both backends; the scheduler keeps host lengths if either needs them."""
-        return (self.model_runner.attn_backend, self.draft_model_runner.attn_backend)
+        return self.model_runner.attn_backend, self.draft_model_runner.attn_backend
 
     # -- forward -----------------------------------------------------------------------------------------------------
 
@@ -203,7 +207,7 @@ class DSparkWorker(BaseSpecWorker):
         publish(batch.seq_lens)
         # Before this returns: the scheduler may move the prompt into the prefix cache and change its slots.
         self._inject_prompt(batch, result)
-        result.next_draft_input = make_draft_input_v2(bonus_tokens=result.next_token_ids, new_seq_lens=batch.seq_lens)
+        result.next_draft_input = self._slots.draft_input(result.next_token_ids, batch.seq_lens)
         return result
 
     def _inject_prompt(self, batch: ScheduleBatch, result: GenerationBatchResult) -> None:
@@ -227,11 +231,9 @@ class DSparkWorker(BaseSpecWorker):
         assert self._requests is not None
         assert self._budgets is not None
         if not isinstance(batch.spec_info, DFlashDraftInputV2):
-            raise HostError(
-                f"found spec_info {type(batch.spec_info).__name__} on a decode batch; required is DFlashDraftInputV2"
-            )
-        if batch.seq_lens.is_cuda:
-            # Made on the scheduler's stream, read on this one: the allocator must not reuse it too early.
+            found = type(batch.spec_info).__name__
+            raise HostError(f"found spec_info {found} on a decode batch; required is DFlashDraftInputV2")
+        if batch.seq_lens.is_cuda:  # made on the scheduler's stream, read on this one: not to be reused too early
             batch.seq_lens.record_stream(torch.cuda.current_stream())
         if self.simulated is not None:
             self.simulated.settle()
@@ -240,6 +242,8 @@ class DSparkWorker(BaseSpecWorker):
         budget = self._budgets.decide(slots, generations, context_tokens(batch, self.spec.window))
         if not self._budgets.same_batch:  # what its requests ask for does not change
             self._kind = self._requests.kind(batch)
+            self._temperatures = self._requests.temperatures[slots]
+            self._samples = bool(self._temperatures.any())
         extras = StepExtras(batch, grammar_barrier) if wanted(batch) else None
         refusal = "no graphs" if self._graphs is None else self._graphs.refusal(batch, budget, self._kind)
         if self._graphs is not None and refusal is None:
@@ -254,8 +258,7 @@ class DSparkWorker(BaseSpecWorker):
             self._interrupt_timer()
             budget = budget.unpadded(len(batch.reqs), self.spec.gamma)
             forwarded = budget.tier
-            table = self.model_runner.req_to_token_pool.req_to_token
-            inputs = decode_batch(batch, self._window, table, self._requests)
+            inputs = decode_batch(batch, self._window, self.model_runner.req_to_token_pool.req_to_token, self._requests)
             self._draft_net.bind(batch)
             self._target_net.bind(batch, extras)
             outcome = self._step.run(inputs, budget, publish)
@@ -273,22 +276,21 @@ class DSparkWorker(BaseSpecWorker):
     def _result(
         self, outcome: StepOutcome, output: Any, facts: StepFacts, survival: Transfer | None, depth: int | None
     ) -> GenerationBatchResult:
-        assert self._requests is not None
         assert self._budgets is not None
-        temperatures, stands_in = self._requests.temperatures[facts.slots], self._budgets.stands_in
+        stands_in = self._budgets.stands_in
         probes = self._probes if self.observer is not None and self.observer.counting else None
-        probe = None if probes is None else probes.step(temperatures, outcome, depth is None, stands_in)
+        probe = None if probes is None else probes.step(self._temperatures, outcome, depth is None, stands_in)
         self._recording.probe(probe)
         tensors = tensors_of(
             outcome,
-            chances=probes is not None and bool(temperatures.any()),
+            chances=probes is not None and self._samples,
             ceiling=self.mode == "cap-accept" and facts.drafted,
             windows=self._budgets.schedules,
             trimmed=facts.drafted and facts.drafts < facts.slots.shape[0] * self.spec.gamma,
         )
         return ObservedResult(
             logits_output=output,
-            next_draft_input=make_draft_input_v2(bonus_tokens=outcome.next_anchor, new_seq_lens=outcome.lengths),
+            next_draft_input=self._slots.draft_input(outcome.next_anchor, outcome.lengths),
             new_seq_lens=outcome.lengths,
             can_run_cuda_graph=facts.refusal is None,
             speculative_num_draft_tokens=self.spec.window,
@@ -296,7 +298,7 @@ class DSparkWorker(BaseSpecWorker):
             facts=facts,
             survival=survival,
             probe=probe,
-            temperatures=temperatures,
+            temperatures=self._temperatures,
             depth=depth,
             stands_in=stands_in,
             **tensors,
@@ -313,7 +315,7 @@ class DSparkWorker(BaseSpecWorker):
         return GenerationBatchResult(
             next_token_ids=empty,
             accept_lens=empty.to(torch.int32),
-            next_draft_input=make_draft_input_v2(bonus_tokens=empty, new_seq_lens=empty),
+            next_draft_input=self._slots.draft_input(empty, empty),
             new_seq_lens=empty,
             can_run_cuda_graph=False,
             speculative_num_draft_tokens=self.spec.window,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter, defaultdict
 from collections.abc import Sequence
 from dataclasses import replace
@@ -25,6 +26,9 @@ from dspark.worker.learning import CostLearner, StepNote, TrustLearner
 from dspark.worker.relay import ConfidenceRelay, Transfer
 
 FREE_PROBES = 4  # of a server: once, a few steps' time
+# A plan takes the host 150 us. Where that is more than 3% of a step it stands for the next steps of the same batch too,
+# for this long in all: which drafts they verify is decided in each of them, only how many is not.
+_PLAN_STANDS_SECONDS, _PLAN_STANDS_STEPS = 5e-3, 4
 
 
 class BudgetScheduler:
@@ -77,6 +81,7 @@ class BudgetScheduler:
         self._step = 0
         self._requests: tuple[np.ndarray, np.ndarray] = (np.empty(0, np.int64), np.empty(0, np.int64))
         self._budget_of_step = StepBudget(True, 0, 0, packed=False)
+        self._stands = 0  # further steps that the last plan is for
         self.plan: BudgetPlan | None = None  # of the last step; None: a pin, or full windows without a plan
         self.clear()
 
@@ -99,7 +104,7 @@ class BudgetScheduler:
         steps run them in the smallest tier that holds them. Their blocks are whole unless a ``depth`` is given and
         holds the drafts.
         """
-        self._pin, self._pinned_depth = fraction, depth
+        self._pin, self._pinned_depth, self._stands = fraction, depth, 0
 
     @property
     def depths(self) -> tuple[int, ...]:
@@ -120,6 +125,11 @@ class BudgetScheduler:
         if self.same_batch:  # the arrays of the step before, which everybody below knows at sight
             slots, generations = self._requests
         self._requests = slots, generations
+        if self.same_batch and self._stands:
+            self._stands -= 1
+            self._trust.arrive(slots, generations, context_tokens)
+            self._trust.remember(slots, generations, context_tokens, None, self._budget_of_step.draft)
+            return self._budget_of_step
         self.plan = None
         if self.schedules:
             self._schedule(slots, generations, context_tokens)
@@ -179,9 +189,16 @@ class BudgetScheduler:
         drafted = self.plan.draft if self._pin is None else self._pin > 0
         short = None if self._depth is None else self._trust.depth.factor
         self._trust.remember(slots, generations, context_tokens, promised, drafted, short, self.stands_in)
+        self._stands = self._steps_of(self.plan) - 1 if known.informed else 0
         if self._pin is not None:
             self.plan = None  # not what runs
             self._pin_depth(slots.shape[0])
+
+    def _steps_of(self, plan: BudgetPlan) -> int:
+        """Steps that a plan is for. Those that learn something, or must not be many, are planned one by one."""
+        if plan.reason not in (Reason.FULL, Reason.TRIMMED) or self._depth is not None or self.stands_in:
+            return 1
+        return min(math.ceil(_PLAN_STANDS_SECONDS / plan.predicted_seconds), _PLAN_STANDS_STEPS)
 
     def _pin_depth(self, requests: int) -> None:
         """The pinned depth, if it holds the pinned drafts."""
@@ -259,7 +276,10 @@ class BudgetScheduler:
         if budget.draft:
             self._drawn[depth or self._gamma] += 1
         row = self._by_requests[requests]
-        row += (1, requests + budget.drafts, forwarded, int(not budget.draft))
+        row[0] += 1
+        row[1] += requests + budget.drafts
+        row[2] += forwarded
+        row[3] += not budget.draft
 
     def confidences(self) -> tuple[dict[str, int], int]:
         """Planned steps by what was found of the confidences of two steps before, and how many came late."""
@@ -270,7 +290,7 @@ class BudgetScheduler:
         self._reasons: Counter[Reason] = Counter()
         self._drawn: Counter[int] = Counter()  # steps by the drafts of each block that they drew
         # R -> steps, scheduled rows M, forwarded rows, steps without a draft
-        self._by_requests: defaultdict[int, np.ndarray] = defaultdict(lambda: np.zeros(4, dtype=np.int64))
+        self._by_requests: defaultdict[int, list[int]] = defaultdict(lambda: [0, 0, 0, 0])
         self._trust.clear()
         if self._learner is not None:
             self._learner.clear()
@@ -280,10 +300,10 @@ class BudgetScheduler:
     def statistics(self) -> dict[str, Any]:
         """Sums since the start or the last ``clear``; keys are stable."""
         names = ("steps", "scheduled_rows", "forwarded_rows", "draft_off_steps")
-        total = sum(self._by_requests.values(), np.zeros(4, dtype=np.int64))
+        total = [sum(column) for column in zip(*self._by_requests.values(), strict=True)] or [0, 0, 0, 0]
         return {
-            **dict(zip(names, total.tolist(), strict=True)),
-            "requests": sum(requests * int(row[0]) for requests, row in self._by_requests.items()),
+            **dict(zip(names, total, strict=True)),
+            "requests": sum(requests * row[0] for requests, row in self._by_requests.items()),
             "pinned_fraction": self._pin,
             "cost_source": self.cost_source,
             "table_refused": self._refusal,
@@ -295,7 +315,6 @@ class BudgetScheduler:
             "own_confidences": self._relay.own_rows,
             "late_confidences": self._relay.waits,
             "by_batch": {
-                str(requests): dict(zip(names, row.tolist(), strict=True))
-                for requests, row in sorted(self._by_requests.items())
+                str(requests): dict(zip(names, row, strict=True)) for requests, row in sorted(self._by_requests.items())
             },
         }

@@ -17,6 +17,7 @@ from dspark.scheduler.tier_costs import TierCosts
 from dspark.scheduler.trust import Promise, Trust, observe, rest
 
 _FIRST_BATCH, _BATCH, _WARM = 16, 128, 512  # samples of one refinement at first; later; from how many on
+_TOGETHER = 16  # steps that are looked at together: right after one another they take a third of the time
 
 
 class StepNote(NamedTuple):
@@ -26,8 +27,15 @@ class StepNote(NamedTuple):
     requests: int
     tier: int
     context_tokens: float
-    model_seconds: float
-    predicted_seconds: float
+    saved_seconds: float  # by drawing less than whole blocks
+    costs: TierCosts  # what is believed of it before it runs
+
+    def believed(self) -> tuple[float, float]:
+        """Seconds that the model alone says, and those that were predicted; 0 and less if nothing is known."""
+        model, predicted = self.costs.times(self.draft, self.requests, self.tier, self.context_tokens)
+        # The model's part of what was measured: taken off whole, a model that is off would seem to be off by more.
+        left = 1 - self.saved_seconds / predicted if self.saved_seconds else 1.0
+        return model * left, predicted - self.saved_seconds
 
 
 class CostLearner:
@@ -37,25 +45,32 @@ class CostLearner:
         self.costs = costs
         self._refinement = refinement
         self._samples: list[StepSample] = []
+        self._times: list[StepTime] = []  # not looked at yet
         self.clear()
 
     def note(
         self, draft: bool, requests: int, tier: int, context_tokens: float, saved_seconds: float = 0.0
     ) -> StepNote:
         """What is believed of a step before it runs; ``saved_seconds`` of it by drawing less than whole blocks."""
-        model, predicted = self.costs.times(draft, requests, tier, context_tokens)
-        # The model's part of what was measured: taken off whole, a model that is off would seem to be off by more.
-        left = 1 - saved_seconds / predicted if saved_seconds else 1.0
-        return StepNote(draft, requests, tier, context_tokens, model * left, predicted - saved_seconds)
+        return StepNote(draft, requests, tier, context_tokens, saved_seconds, self.costs)
 
     def learn(self, times: Sequence[StepTime]) -> None:
         """Take the times of steps that are over; one without a step that follows on it says nothing."""
+        self._times += times
+        if len(self._times) >= _TOGETHER:
+            self._settle()
+
+    def _settle(self) -> None:
+        """Look at the steps that wait."""
+        times, self._times = self._times, []
         for time in times:
             note: StepNote | None = time.note
-            if note is None or time.seconds is None or note.predicted_seconds <= 0:
+            if note is None or time.seconds is None:
                 continue
-            self._count(note, time.seconds)
-            self._samples.append(StepSample(*note[:5], time.busy_seconds, time.seconds))
+            model, predicted = note.believed()
+            if predicted > 0:
+                self._count(note, predicted, time.seconds)
+                self._samples.append(StepSample(*note[:4], model, time.busy_seconds, time.seconds))
         if self._refinement is None:
             self._samples.clear()
         elif len(self._samples) >= (_FIRST_BATCH if self._refinement.step < _WARM else _BATCH):
@@ -63,10 +78,10 @@ class CostLearner:
             self._samples.clear()
             self.costs = self.costs.refined(self._refinement)
 
-    def _count(self, note: StepNote, seconds: float) -> None:
+    def _count(self, note: StepNote, predicted: float, seconds: float) -> None:
         octave = int(math.log2(max(note.context_tokens / note.requests, 1.0)))
-        error = abs(note.predicted_seconds - seconds)
-        self._sums[note.requests, octave] += (1.0, note.predicted_seconds, seconds, error, note.context_tokens)
+        error = abs(predicted - seconds)
+        self._sums[note.requests, octave] += (1.0, predicted, seconds, error, note.context_tokens)
 
     def _instead(self, requests: int, steps: int, context_tokens: float) -> dict[str, float | None]:
         full = self.costs.predicted(True, requests, requests * (self.costs.gamma + 1), context_tokens)
@@ -75,6 +90,7 @@ class CostLearner:
 
     def clear(self) -> None:
         """Forget the sums, not what was learned."""
+        self._settle()
         self._sums: defaultdict[tuple[int, int], np.ndarray] = defaultdict(lambda: np.zeros(5))
 
     def statistics(self) -> dict[str, Any]:
@@ -83,6 +99,7 @@ class CostLearner:
         ``full_window_seconds`` and ``plain_seconds`` are what as many steps would take with full windows and without a
         draft, as it is believed now; ``plain_seconds`` is None if the table does not say what plain decoding takes.
         """
+        self._settle()
         names = ("predicted_seconds", "measured_seconds", "error_seconds")
         rows = [
             {"requests": requests, "context_from": 2**octave, "steps": int(sums[0])}
@@ -130,10 +147,11 @@ class TrustLearner:
 
     def arrive(self, slots: np.ndarray, generations: np.ndarray, context_tokens: float) -> None:
         """Called first when a step is planned, with its batch and C; learns from the step two before it."""
-        now = _Remembered(slots, generations, context_tokens, None, False)
-        steps = [*self._steps, now]
+        steps = [*self._steps, _Remembered(slots, generations, context_tokens, None, False)]
         at = len(steps) - 3  # the step that is judged
-        if at >= 0 and all(_same(steps[at], later) for later in steps[at + 1 :]):
+        if at < 0 or (steps[at].drafted and steps[at].promised is None):
+            return
+        if all(_same(steps[at], later) for later in steps[at + 1 :]):
             after, before = steps[at + self._lag], steps[at + self._lag - 1]
             committed = after.context_tokens - before.context_tokens
             self._judge(steps[at], committed - slots.shape[0])

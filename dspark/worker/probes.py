@@ -70,20 +70,20 @@ class CeilingProbes:
         Returns:
             The probe that was taken of it, if one was.
         """
-        if outcome.proposal is None:
+        if not outcome.drafted:
             return None
         self._steps += 1
-        if self._device.type == "cuda":
-            self._stream = torch.cuda.current_stream(self._device)
         if self._steps % ROUND == 0:
             self._evaluate()
         self._own += whole and not stands_in
         chosen = stands_in or (whole and self._own % CADENCE == 0)
-        if not chosen or outcome.proposal.hidden is None:
+        if not chosen:
             return None
         candidates = np.flatnonzero(temperatures > 0)
-        if not candidates.size:
+        if not candidates.size or outcome.proposal is None or outcome.proposal.hidden is None:
             return None
+        if self._device.type == "cuda":
+            self._stream = torch.cuda.current_stream(self._device)
         request, hidden = int(self._noise.choice(candidates)), outcome.proposal.hidden
         if self._blocks is None:
             self._blocks = hidden.new_zeros((PLACES, *hidden.shape[1:]))

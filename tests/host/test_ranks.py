@@ -52,7 +52,7 @@ def decisions(args: Any, speed: float, measured: CostModel | None = None) -> lis
         budget = budgets.decide(slots, born, 100.0)
         note = budgets.note()
         assert note is not None
-        seconds = note.predicted_seconds * speed ** (budget.tier / 8)
+        seconds = note.believed()[1] * speed ** (budget.tier / 8)
         budgets.learn([StepTime(note, seconds, seconds)])
         survival = torch.rand(REQUESTS, spec.gamma, generator=random).pow(0.3).cumprod(1)
         budgets.publish(survival if budget.draft else None, budget.tier)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -86,6 +87,42 @@ def test_compact_packs_what_the_planner_says_of_two_steps_ago() -> None:
         assert budget.tier == (REQUESTS + want.budget if budget.packed else FULL)
         seen.add(budget.drafts)
     assert len(seen) > 2, "the budgets never change: nothing was tested"
+
+
+def quick(milliseconds: float) -> CostModel:
+    """As ``steep``, but so fast: one row takes ``milliseconds``."""
+    return replace(steep(), bias_seconds=milliseconds / 1e3 - 1e-5, theta_seconds=np.array([1e-5, 1e-2]))
+
+
+@pytest.mark.parametrize(("milliseconds", "stands"), [(1.0, 4), (2.0, 3), (6.0, 1)])
+def test_the_plan_of_a_short_step_stands_for_the_next_ones_of_its_batch(milliseconds: float, stands: int) -> None:
+    """A budget changes only where it was planned, and a plan still sees exactly what was known two steps before it."""
+    cost = quick(milliseconds)
+    costs, generator = TierCosts(cost, tier_ladder(64, GAMMA + 1), GAMMA), torch.Generator().manual_seed(2)
+    survivals = [torch.rand(REQUESTS, GAMMA, generator=generator).pow(2).cumprod(1) for _ in range(62)]
+    budgets, planned, state = scheduler("compact", cost), [], PlanState()
+    for step, budget in enumerate(run(budgets, survivals)):
+        if step >= 2 and (step - 2) % stands == 0:
+            want = plan(survivals[step - 2].numpy(), costs, Policy(), state)
+            state = want.state
+            planned.append(want.budget)
+        assert step < 2 or budget.drafts == planned[-1]
+    assert len(set(planned)) > 2, "the budgets never change: nothing was tested"
+    assert budgets.confidences()[0]["fresh"] == len(planned)
+
+
+def test_a_plan_does_not_outlive_its_batch_or_its_pin() -> None:
+    budgets = scheduler("compact", quick(1.0))
+    run(budgets, constant(0.5, 3))
+    before = budgets.confidences()[0]
+    budgets.pin(0.5)
+    pinned = budgets.decide(SLOTS, BORN, 0.0)
+    budgets.publish(constant(0.5, 1)[0], pinned.tier)
+    assert pinned.drafts == REQUESTS * GAMMA // 2
+    budgets.pin(None)
+    other = budgets.decide(SLOTS, BORN + 1, 0.0)
+    assert other.drafts > 0
+    assert sum(budgets.confidences()[0].values()) == sum(before.values()) + 2
 
 
 @pytest.mark.parametrize("graph_tiers", [None, tier_ladder(64, GAMMA + 1).tolist()])
@@ -190,8 +227,8 @@ def test_a_trimmed_step_draws_only_what_it_may_verify() -> None:
         if budget.depth is not None:
             assert budget.drafts <= 10 * (budget.depth - 1)
             whole = budgets._learner.note(True, 10, budget.tier, 0.0)
-            assert note.predicted_seconds == pytest.approx(whole.predicted_seconds - 0.002)
-            assert budgets.plan.predicted_seconds == pytest.approx(note.predicted_seconds)
+            assert note.believed()[1] == pytest.approx(whole.believed()[1] - 0.002)
+            assert budgets.plan.predicted_seconds == pytest.approx(note.believed()[1])
         drawn.append(budget.depth)
         known = survival.clone()
         known[:, 5 if budget.depth is None else budget.depth - 1 :] = 0
@@ -208,7 +245,7 @@ def test_a_trimmed_step_draws_only_what_it_may_verify() -> None:
         assert budget.depth == depth
         note, whole = budgets.note(), budgets._learner.note(True, 10, budget.tier, 0.0)
         assert note is not None
-        assert whole.predicted_seconds - note.predicted_seconds == pytest.approx(0.002 if depth else 0.0)
+        assert whole.believed()[1] - note.believed()[1] == pytest.approx(0.002 if depth else 0.0)
     budgets.pin(None)
     idle = shallow_scheduler(0.0)
     assert {budget.depth for budget in run_ten(idle, survival, FULL_EVERY)} == {None}, "nothing to save"
