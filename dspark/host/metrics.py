@@ -45,8 +45,9 @@ from dspark.worker.relay import Transfer
 
 logger = logging.getLogger("dspark")
 
-# Steps, and requests in them, that are counted together: one right after the other they take half the time.
-TOGETHER, _REQUESTS = 16, 1024
+# Steps, and requests in them, that are counted together: one right after the other they take half the time, and so few
+# of them no more than what the host mostly has to spare in a step.
+TOGETHER, _REQUESTS = 8, 512
 _LOGGED = ("request_steps", "rows", "tested", "accepted", "trimmed_all_accepted")
 
 

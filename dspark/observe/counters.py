@@ -190,14 +190,18 @@ class StepCounters:
     def _fold_drafted(self, steps: list[tuple[StepFacts, StepCounts]]) -> None:
         if not steps:
             return
-        rows = np.concatenate([counts.windows for _, counts in steps]).astype(np.int64) * self._size
-        place = rows + np.concatenate([counts.accepted for _, counts in steps])
+        place = self._places([counts for _, counts in steps])
         slots, own = self._own([facts for facts, _ in steps])
         np.add.at(self._by_slot, (slots[own], place[own]), 1)
         self._drafted += np.bincount(place, minlength=self._drafted.shape[0])
         known = [counts.windows * self._size + counts.ceiling for _, counts in steps if counts.ceiling is not None]
         if known:
             self._ceiling += np.bincount(np.concatenate(known), minlength=self._ceiling.shape[0])
+
+    def _places(self, counts: list[StepCounts]) -> np.ndarray:
+        """[N] int64: of the request steps, in the histogram of rows and accepted drafts."""
+        rows = np.concatenate([each.windows for each in counts]).astype(np.int64) * self._size
+        return rows + np.concatenate([each.accepted for each in counts])
 
     def _renew(self, slots: np.ndarray, generations: np.ndarray) -> None:
         """Empty the slots that have a new request."""
@@ -280,15 +284,18 @@ class StepCounters:
         return found, plain
 
     def brief(self) -> tuple[dict[str, int], int, int]:
-        """The sums of ``statistics`` that are one number, and of first drafts how many were tested and accepted."""
+        """The sums of ``statistics`` that are one number, and of first drafts how many were tested and accepted.
+
+        Steps that wait go on waiting: with a log line every few steps, adding all of theirs up would cost the most.
+        """
         with self._lock:
-            self._fold()
-            drafts = DraftHistogram(self._drafted.reshape(self._size, self._size))
-            return (
-                _with_plain(drafts.sums(), self._plain),
-                int(drafts.counts[1:].sum()),
-                int(drafts.counts[:, 1:].sum()),
-            )
+            found, plain, waiting = self._drafted, self._plain, list(self._pending.steps)
+            drafted = [counts for facts, counts, _ in waiting if facts.drafted]
+            if drafted:
+                found = found + np.bincount(self._places(drafted), minlength=found.shape[0])
+            plain += sum(facts.slots.shape[0] for facts, _, _ in waiting if not facts.drafted)
+        drafts = DraftHistogram(found.reshape(self._size, self._size))
+        return _with_plain(drafts.sums(), plain), int(drafts.counts[1:].sum()), int(drafts.counts[:, 1:].sum())
 
     def statistics(self) -> dict[str, Any]:
         """Sums since the start or the last ``clear``; keys are stable."""

@@ -190,9 +190,9 @@ class LiveCeiling:
                 self._fold()
 
     def interrupt(self) -> None:
-        """Forget the steps that are not judged: steps will be missing between them and the next one."""
+        """Steps will be missing from here on: judge what can be, and forget the rest."""
         with self._lock:
-            self._new.take()
+            self._fold()
             self._steps, self._old = [], 0
 
     def _fold(self) -> None:
