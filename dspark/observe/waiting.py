@@ -10,7 +10,8 @@ import numpy as np
 
 # How many steps wait, of each that counts them: up to thousands of requests, hardly ever all in one step. To add up
 # anything at all takes a third of a millisecond, which the device may have to wait for.
-COUNTERS, CALIBRATION, CEILING = 256, 240, 224
+COUNTERS, CALIBRATION = 256, 240
+CEILING = 112  # so that a probe is asked about before its place has a newer one (``dspark.worker.probes``)
 REQUEST_STEPS = 16  # of a step that waits, on average: more at once would keep the device waiting for longer
 # Requests that may end by a step before all that waits is added up: looking up their own steps in it costs less.
 FEW = 3
