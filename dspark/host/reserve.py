@@ -33,8 +33,8 @@ class SlotReserve:
         device: of the table.
         """
         self._window, device = window, torch.device(device)
-        self._host = torch.empty((_PLACES, 2, rows), dtype=torch.int32, pin_memory=device.type == "cuda")
-        self._device = torch.empty((2, rows), dtype=torch.int32, device=device)
+        self._host = torch.empty((_PLACES, 2 * rows), dtype=torch.int32, pin_memory=device.type == "cuda")
+        self._device = torch.empty(2 * rows, dtype=torch.int32, device=device)
         self._next = 0
         self._unused: dict[int, tuple[torch.Tensor, ...]] = {}
 
@@ -74,7 +74,8 @@ class SlotReserve:
         ]
         count, place = len(held), self._host[self._next]
         self._next = (self._next + 1) % _PLACES
-        on_host, on_device = place[:, :count], self._device[:, :count]
+        # Contiguous, or the copy would go through memory that is not pinned.
+        on_host, on_device = (each[: 2 * count].view(2, count) for each in (place, self._device))
         on_host.copy_(torch.tensor([held, wanted], dtype=torch.int32))
         on_device.copy_(on_host, non_blocking=True)
         alloc_for_spec_decode(

@@ -289,10 +289,10 @@ class StepCounters:
         Steps that wait go on waiting: with a log line every few steps, adding all of theirs up would cost the most.
         """
         with self._lock:
-            found, plain, waiting = self._drafted, self._plain, list(self._pending.steps)
+            found, plain, waiting = self._drafted.copy(), self._plain, list(self._pending.steps)
             drafted = [counts for facts, counts, _ in waiting if facts.drafted]
             if drafted:
-                found = found + np.bincount(self._places(drafted), minlength=found.shape[0])
+                found += np.bincount(self._places(drafted), minlength=found.shape[0])
             plain += sum(facts.slots.shape[0] for facts, _, _ in waiting if not facts.drafted)
         drafts = DraftHistogram(found.reshape(self._size, self._size))
         return _with_plain(drafts.sums(), plain), int(drafts.counts[1:].sum()), int(drafts.counts[:, 1:].sum())

@@ -251,8 +251,8 @@ def _visit(
     """The chosen step, or one in a tier that is due for a visit, and the next state.
 
     What a tier takes is learned by running it, so one that is never chosen would keep whatever was once believed of it.
-    Every drafted step sets aside the share of its time that visits may cost; the cheapest visit that is due and paid
-    for is made. A visit costs the time that the best step would have needed less for the same tokens.
+    Every planned step with a draft sets aside the share of its time that visits may cost; the cheapest visit that is
+    due and paid for is made. A visit costs the time that the best step would have needed less for the same tokens.
     """
     tokens, seconds = steps.tokens, steps.seconds
     credit = min(state.visit_credit_seconds + policy.max_visit_share * choice.seconds, choice.seconds)

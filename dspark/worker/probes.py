@@ -24,7 +24,7 @@ from dspark.worker.protocols import DraftNet
 CADENCE = 4  # drafted steps per probe; of those that stand for steps of short blocks each one has a probe
 ROUND = 64  # drafted steps per evaluation
 MOST = 16  # probes in one evaluation: what its intermediate values may take, V * 12 bytes per draft
-PLACES = 64  # a probe is due at most two rounds and a few steps after it was taken
+PLACES = 64  # a probe is due at most some 200 drafted steps after it was taken
 
 
 @dataclass(frozen=True)

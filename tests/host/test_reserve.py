@@ -108,18 +108,20 @@ def test_without_slots_to_spare_it_is_what_the_host_does(monkeypatch: pytest.Mon
             twin.kv_committed_len = req.kv_committed_len
 
 
-@pytest.mark.parametrize("slots", [2000, 700])
+@pytest.mark.parametrize("slots", [3000, 700])
 def test_each_step_has_two_windows_and_no_slot_two_owners(slots: int, on_a_cpu: list[int]) -> None:
     """With few slots nothing is reserved ahead; a request at the end of its row gets no more than the row holds."""
     draw, pool = random.Random(1), Pool(slots, [1, 30, 9, WIDTH - 9 * WINDOW, 2, 5])
-    reserved, steps = SlotReserve(WINDOW, REQUESTS, "cpu"), 0
+    reserved, steps, ahead_of, longest = SlotReserve(WINDOW, REQUESTS, "cpu"), 0, False, 0
     while max(req.kv_committed_len for req in pool.reqs) + 2 * WINDOW <= WIDTH:
         batch, own = step(pool, state(reserved))
         steps += 1
         held = pool.held()
         for req, found in zip(pool.reqs, held, strict=True):
             assert req.kv_committed_len + 2 * WINDOW <= len(found) <= WIDTH
-            ahead = reserve.AHEAD if slots == 2000 else 0
+            ahead = reserve.AHEAD if slots == 3000 else 0
+            ahead_of |= len(found) > req.kv_committed_len + 2 * WINDOW
+            longest = max(longest, len(found))
             assert len(found) <= req.kv_committed_len + 2 * WINDOW + ahead
         every = [slot for found in held for slot in found]
         assert len(set(every)) == len(every)
@@ -129,6 +131,8 @@ def test_each_step_has_two_windows_and_no_slot_two_owners(slots: int, on_a_cpu: 
         assert batch.seq_lens_sum == sum(batch.seq_lens_cpu.tolist())
         pool.advance(draw)
     assert steps > 3
+    assert ahead_of == (slots == 3000)
+    assert longest == WIDTH or slots == 700, "the end of a row was not reached: nothing was tested"
 
 
 def test_most_steps_reserve_nothing(on_a_cpu: list[int]) -> None:
