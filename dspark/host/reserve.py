@@ -37,6 +37,8 @@ class SlotReserve:
         self._device = torch.empty(2 * rows, dtype=torch.int32, device=device)
         self._next = 0
         self._unused: dict[int, tuple[torch.Tensor, ...]] = {}
+        # The host may plan on a stream that this does not know; it then prepares steps its own way.
+        self._own: SlotReserve | None = None if envs.SGLANG_ENABLE_OVERLAP_PLAN_STREAM.get() else self
 
     def draft_input(self, anchors: torch.Tensor, lengths: torch.Tensor) -> SlotDraftInput:
         """What a step leaves for the next one.
@@ -51,7 +53,7 @@ class SlotReserve:
             types = torch.float32, torch.int64, torch.float16
             unused = tuple(torch.empty((count, 0), dtype=dtype, device=anchors.device) for dtype in types)
             self._unused[count] = unused
-        return SlotDraftInput(unused[0], unused[1], anchors, lengths, unused[2], slots=self)
+        return SlotDraftInput(unused[0], unused[1], anchors, lengths, unused[2], slots=self._own)
 
     def prepare(self, batch: ScheduleBatch, state: SlotDraftInput) -> None:
         """Give each request of a decode batch slots for two windows, and note the lengths that the host knows."""
@@ -108,7 +110,7 @@ class SlotDraftInput(DFlashDraftInputV2):
 
     def prepare_for_decode(self, batch: ScheduleBatch) -> None:
         """Called by the host before a decode step is launched."""
-        if self.slots is None or envs.SGLANG_ENABLE_OVERLAP_PLAN_STREAM.get():  # a stream that this does not know
+        if self.slots is None:
             super().prepare_for_decode(batch)
         elif batch.reqs:
             self.slots.prepare(batch, self)
